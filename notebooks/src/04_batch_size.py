@@ -174,13 +174,13 @@ for card, count in {"H100": 132, "A100": 108, "T4": 40, "one core": 1}.items():
 sizes = (16, 32) if on_cpu else (8, 16)
 runs = {}
 for size in (4, *sizes):
-    runs[size] = lab.train(f"batch {size}", task=task, per_device_train_batch_size=size, measure=("memory",))
+    runs[size] = lab.train(f"batch {size}", task=task, per_device_train_batch_size=size, measure="peak")
 slope = (runs[sizes[1]].peak_bytes - runs[sizes[0]].peak_bytes) / (sizes[1] - sizes[0])
 fixed = runs[sizes[1]].peak_bytes - sizes[1] * slope
 limit_bytes = 2 * runs[4].peak_bytes
 fitting = int((limit_bytes - fixed) / slope)
 for size in (fitting, fitting + 1):
-    runs[size] = lab.train(f"batch {size}", task=task, per_device_train_batch_size=size, measure=("memory",))
+    runs[size] = lab.train(f"batch {size}", task=task, per_device_train_batch_size=size, measure="peak")
     fits = "fits" if runs[size].peak_bytes <= limit_bytes else "does not fit"
     print(f"batch {size}: {plots.bytes_text(runs[size].peak_bytes)}, {fits} into {plots.bytes_text(limit_bytes)}")
 

@@ -649,7 +649,7 @@ peaks = {size: sweep[size].peak_bytes for size in (1, 2, 4)}  # from 2 steps on 
 def peak(size):
     if size not in peaks:
         arguments = dict(per_device_train_batch_size=size, gradient_accumulation_steps=min(2, -(-32 // size)))
-        peaks[size] = lab.train(f"{size} x 2", task=task, measure=("memory",), **arguments).peak_bytes or float("inf")
+        peaks[size] = lab.train(f"{size} x 2", task=task, measure="peak", **arguments).peak_bytes or float("inf")
     return peaks[size]
 
 

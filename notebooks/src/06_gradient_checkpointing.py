@@ -375,7 +375,7 @@ _ = plots.memory(runs)
 # - The optimizer's update takes as long with recomputation as without. The larger its part of the step, the smaller the cost in percent; short sequences make its part larger.
 
 # %% tags=["claim"]
-stacked = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, measure=("memory",))
+stacked = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, measure="peak")
 before = lab.train("4 x 2", **stacked)
 after = lab.train("4 x 2, every layer", gradient_checkpointing=True, **stacked)
 note = f"without accumulation: {every.peak_bytes / vanilla.peak_bytes:.3f}"
@@ -611,7 +611,7 @@ def peak_with(chosen):
             layer.gradient_checkpointing = number in chosen
         model(**batch).loss.backward()
 
-    return lab.run(one_step, f"layers {list(chosen)}", task=eight_layers, measure=("memory",)).peak_bytes
+    return lab.run(one_step, f"layers {list(chosen)}", task=eight_layers, measure="peak").peak_bytes
 
 
 limit_bytes = (peak_with([]) + peak_with(range(layers))) / 2

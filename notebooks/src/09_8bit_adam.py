@@ -453,7 +453,7 @@ answer = None  # a number
 def check(answer):
     if answer is None:
         return exercises.not_attempted()
-    options = dict(task=task.replace(seq_len=32, dataset_size=8), per_device_train_batch_size=1, measure=("memory",))
+    options = dict(task=task.replace(seq_len=32, dataset_size=8), per_device_train_batch_size=1, measure="peak")
     if not small_peaks:
         small_peaks.append(lab.train("AdamW, 1 x 32", **options).peak_bytes)
         small_peaks.append(lab.train("8-bit, 1 x 32", optim="adamw_bnb_8bit", **options).peak_bytes)

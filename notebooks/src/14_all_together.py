@@ -268,7 +268,7 @@ alone = {  # one technique each, for the guide's table below
 
 
 def counted(name, recipe):
-    return lab.train(name, task=speed_task, measure=("memory",), **recipe)
+    return lab.train(name, task=speed_task, measure="peak", **recipe)
 
 
 recipes = {"guides' vanilla": start}
@@ -516,7 +516,7 @@ explorers.recipes(lab)
 activations, states = (
     vanilla.memory.breakdown[kind] / vanilla.peak_bytes for kind in ("activations", "optimizer_states")
 )
-in_bf16 = lab.train("bf16 weights", task=task, dtype="bfloat16", measure=("memory",), **four)
+in_bf16 = lab.train("bf16 weights", task=task, dtype="bfloat16", measure="peak", **four)
 tried = {
     "Adafactor": runs["Adafactor"],
     "accumulation with micro-batch 1": runs["accumulation"],
@@ -702,7 +702,7 @@ try:
         found = sweep.run(Lab(profile, out=out, executor=team), grid, tell=print)
     display(found)
     remote = found.runs[0]
-    local = lab.train("here", task=Task(**grid["task"]), measure=("memory",), **remote.arguments)
+    local = lab.train("here", task=Task(**grid["task"]), measure="peak", **remote.arguments)
     print(
         f"The first row's peak: {remote.peak_bytes} bytes by {remote.attempts[-1]['worker']}, {local.peak_bytes} here."
     )

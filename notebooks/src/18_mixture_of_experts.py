@@ -213,7 +213,8 @@ def of_tensors(measured):
 
 heavier, grown = of_tensors(mixed) / of_tensors(base), many.parameters() / dense.parameters()
 rest = {
-    name: lab.infer(name, task=task) for name, task in {"dense, inference": dense, "experts, inference": many}.items()
+    name: lab.infer(name, task=task, measure="peak")
+    for name, task in {"dense, inference": dense, "experts, inference": many}.items()
 }
 resting = rest["experts, inference"].peak_bytes / rest["dense, inference"].peak_bytes
 print(f"{grown:.1f} times the parameters; memory: {heavier:.1f} times in training, {resting:.1f} in inference")

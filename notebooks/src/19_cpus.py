@@ -246,7 +246,7 @@ small = Task("bert-tiny", seq_len=64)
 for batch in (1, 4, 16, 64):
     for name, more in {"fp32": {}, "bf16": {"bf16": True}}.items():
         given = {"per_device_train_batch_size": batch, "use_cpu": True} | more
-        memory[batch, name] = lab.train(f"{name}, batch {batch}", task=small, measure=("memory",), **given)
+        memory[batch, name] = lab.train(f"{name}, batch {batch}", task=small, measure="peak", **given)
 peaks = {key: run.peak_bytes for key, run in memory.items()}
 shares = {batch: peaks[batch, "bf16"] / peaks[batch, "fp32"] for batch in (1, 4, 16, 64)}
 rows = [[batch, *(plots.bytes_text(peaks[batch, n]) for n in ("fp32", "bf16")), shares[batch]] for batch in shares]

@@ -403,7 +403,7 @@ def job(kind):
 
 # %%
 kinds = {"train": "training", "logits": "evaluation, logits kept", "argmax": "evaluation, argmax first"}
-runs = {kind: lab.run(job(kind), name, measure=("memory",), use_cpu=True) for kind, name in kinds.items()}
+runs = {kind: lab.run(job(kind), name, measure="peak", use_cpu=True) for kind, name in kinds.items()}
 rows = [
     [kinds[kind], plots.bytes_text(run.peak_bytes), plots.bytes_text(run.value or (0 if run.ok else None))]
     for kind, run in runs.items()
@@ -530,7 +530,7 @@ def timed(**options):
 
 # %%
 def peak(**options):
-    run = lab.run(lambda _: bool(serve(**options)), "served", measure=("memory",), use_cpu=True)
+    run = lab.run(lambda _: bool(serve(**options)), "served", measure="peak", use_cpu=True)
     return run.peak_bytes
 
 
