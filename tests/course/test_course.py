@@ -62,8 +62,8 @@ def test_results_hold_the_machine_the_claims_and_the_runs(ran):
     assert {"lesson": "08_ok", "name": "cpu True", "status": "ok", "losses": ["NaN"]} in data["runs"]
 
 
-@pytest.mark.parametrize(("at_once", "begun"), [(1, ["03", "15", "16"]), (2, ["15", "16", "03"])])
-def test_in_parallel_the_lessons_that_wait_most_begin_first(at_once, begun, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("at_once", "order"), [(1, ["03", "15", "16"]), (2, ["15", "16", "03"])])
+def test_in_parallel_the_lessons_that_wait_most_begin_first(at_once, order, tmp_path, monkeypatch, capsys):
     """Results keep the lessons' order. What runs at the end finds the course's server in its environment."""
     for number in ("03", "15", "16"):
         write_lesson(tmp_path / "lessons", f"{number}_toy", "")
@@ -74,8 +74,8 @@ def test_in_parallel_the_lessons_that_wait_most_begin_first(at_once, begun, tmp_
         profile="cpu", out=tmp_path / "out", at_once=at_once, at_the_end=lambda name: [name, os.environ[COURSE_SERVER]]
     )
     numbered = sorted(re.findall(r"\[ (\d)/3\] (\d\d)_toy \.\.\.", capsys.readouterr().err))
-    assert [number for _, number in numbered] == begun
-    assert [lesson["name"][:2] for lesson in done["lessons"]] == sorted(begun)
+    assert [number for _, number in numbered] == order
+    assert [lesson["name"][:2] for lesson in done["lessons"]] == sorted(order)
     assert done["paces"] == ["cpu", "here"] and COURSE_SERVER not in os.environ
 
 
