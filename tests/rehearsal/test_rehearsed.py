@@ -241,6 +241,25 @@ def membership():
     return found, torch.cuda.memory_stats()["allocation.all.allocated"] - before
 
 
+def grouped():
+    """Return how many blocks a grouped matmul allocates: if the ends of its groups are unknown, and known."""
+    import torch
+
+    rows, experts = torch.randn(16, 8, device="cuda"), torch.randn(4, 8, 8, device="cuda")
+    known = torch.tensor([4, 8, 12, 16], dtype=torch.int32, device="cuda")
+    unknown, allocated = rows[:4, 0].cumsum(0).int(), []
+    for ends in (known, unknown, known):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.nn.functional.grouped_mm(rows, experts, offs=ends)
+        allocated.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+    return allocated[1:]
+
+
+def test_a_grouped_matmul_with_unknown_groups_asks_for_workspaces_too(here):
+    unknown, known = here(grouped)
+    assert unknown == known
+
+
 def arrivals():
     import torch
 
