@@ -13,6 +13,7 @@ import rehearse_lessons
 from perf_helpers import Lab
 from trainmem import rehearsal
 from trainmem.core.task import Task
+from trainmem.estimate import estimate
 from trainmem.rehearsal import CARDS, Rehearsal, build, rehearse
 from trainmem.unknown import NeedsValues, Unknown
 
@@ -152,6 +153,14 @@ def masks(padded):
 def test_a_mask_that_pads_nothing_is_seen_to_pad_nothing(here):
     assert here(masks, False) == [None, None]
     assert here(masks, True) == [64 * 30 + 64 * 64] * 2
+
+
+def test_a_deterministic_training_takes_what_the_estimate_says(a100):
+    task = Task("bert-tiny", seq_len=8, config={"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100})
+    recipe = {"full_determinism": True, "bf16": True, "per_device_train_batch_size": 4}
+    found = Lab("gpu", executor=a100).train("deterministic", task=task, measure="memory", **recipe).memory
+    answer = estimate(task, device="cuda", compute_capability=(8, 0), **recipe).memory
+    assert (answer.peak_bytes, answer.reserved_bytes) == (found.peak_bytes, found.reserved_bytes)
 
 
 @pytest.mark.nightly
