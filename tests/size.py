@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 12_618, 93),
-    ("  core", ["trainmem/core/*.py"], 2_172, 15),
+    ("trainmem", ["trainmem/**/*.py"], 12_626, 93),
+    ("  core", ["trainmem/core/*.py"], 2_180, 15),
     ("  measure", ["trainmem/measure/*.py"], 2_194, 15),
     ("  estimate", ["trainmem/estimate/*.py"], 4_620, 34),
     ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_360, 12),

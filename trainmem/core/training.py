@@ -201,7 +201,10 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     if evaluation.evaluates(arguments):
         options |= {"eval_dataset": dataset, "compute_metrics": evaluation.metrics(arguments)}
     with evaluation.unknown_values(on_cpu=False) if hardware.is_rehearsal() else contextlib.nullcontext():
-        trainer = kind(model=model, args=args, train_dataset=dataset, **options)
+        try:
+            trainer = kind(model=model, args=args, train_dataset=dataset, **options)
+        except (ValueError, ImportError) as error:  # e.g. a missing package
+            raise Invalid(str(error)) from error
         trainer.remove_callback(PrinterCallback)
         if experiment.task.loss_objective:
             trainer.can_return_loss = True  # in evaluation, too: its data have no labels
