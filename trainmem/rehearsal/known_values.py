@@ -150,8 +150,6 @@ class Values(TorchFunctionMode):
             kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
         if self.assumes and on_device and name in recurrent_layers.FUNCTIONS and torch.backends.cudnn.enabled:
             function = recurrent_layers.without_cudnn(function, self.answers)
-        if name == "_grouped_mm" and (ends := args[2] if len(args) > 2 else kwargs.get("offs")) is not None:
-            self._share_out(ends, *args[:2])
         resized_known = name == "resize_" and self.is_known(given[0])
         try:
             made = function(*args, **kwargs)
@@ -229,22 +227,6 @@ class Values(TorchFunctionMode):
             self.mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
         elif in_place:
             self.mark(False, *_tensors((args[:1], kwargs.get("out"))))
-
-    def _share_out(self, ends: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Write equal parts into the memory of `ends`, where the groups of a grouped matmul end, if they are unknown.
-
-        Without a kernel of its own torch reads the ends on the host and multiplies each group that is not empty. Its
-        memory is the same for all ends, unless every group is empty. The ends still count as unknown.
-
-        Args:
-            ends: one number per group.
-            first, second: the factors. Two matrices are cut along the dimension that both have, otherwise the only
-                matrix of the two is cut along its rows (`first`) or columns (`second`).
-        """
-        if not self.is_known(ends):
-            length = second.shape[-1] if first.dim() == 3 else first.shape[-1 if second.dim() == 2 else 0]
-            with _out_of_sight():
-                memory_of(ends).copy_(torch.arange(1, len(ends) + 1) * length // len(ends))
 
     def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
         """Send the values of a small tensor of whole numbers or booleans from the sending rank to the group's other
