@@ -515,6 +515,8 @@ def test_the_double_was_never_found_to_differ_from_torch():
     assert record["out_of_memory"] > 1000 < record["retries"] and record["versions"]["torch"].startswith("2.13")
 
 
-def test_a_workspace_of_cublas_is_larger_on_newer_gpus():
+def test_a_workspace_of_cublas_is_larger_on_newer_gpus_unless_the_variable_says_its_size(monkeypatch):
     assert allocator.workspace_bytes((8, 0)) == allocator.workspace_bytes((7, 5)) == 8_519_680
     assert allocator.workspace_bytes((9, 0)) == 32 * MIB
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    assert allocator.workspace_bytes((9, 0)) == 8_519_680

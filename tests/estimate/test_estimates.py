@@ -406,3 +406,8 @@ KILLED = processes.Failed(Outcome("killed", "SIGKILL"))
 def test_a_failure_is_a_value_error_that_says_what_to_do(calls, failure, message):
     with pytest.raises(ValueError, match=message):
         fresh_process.ask(None, failure, model="m", timeout=1)
+
+
+def test_what_the_trainer_refuses_is_told_in_its_own_words():
+    with pytest.raises(ValueError, match=r"^`args\.metric_for_best_model` must be provided"):
+        estimate(Task("bert-tiny", seq_len=8), device="cpu", save_strategy="best")

@@ -71,6 +71,7 @@ def test_a_strict_lab_raises_where_the_packages_are_supported_ones(tmp_path, mon
         ({"gradient_acumulation_steps": 4}, "gradient_accumulation_steps"),
         ({"per_device_batch_size": 4}, "per_device_train_batch_size"),
         ({"adafactor": True}, "optim='adafactor'"),
+        ({"predict_with_generate": True}, "Seq2SeqTrainer.*leave it out"),
         ({"per_device_train_batch_size": 0}, "at least 1"),
         ({"per_device_train_batch_size": "four"}, "at least 1"),
         ({"gradient_accumulation_steps": -1}, "at least 1"),

@@ -13,6 +13,7 @@ import rehearse_lessons
 from perf_helpers import Lab
 from trainmem import rehearsal
 from trainmem.core.task import Task
+from trainmem.estimate import estimate
 from trainmem.rehearsal import CARDS, Rehearsal, build, rehearse
 from trainmem.unknown import NeedsValues, Unknown
 
@@ -154,6 +155,14 @@ def test_a_mask_that_pads_nothing_is_seen_to_pad_nothing(here):
     assert here(masks, True) == [64 * 30 + 64 * 64] * 2
 
 
+def test_a_deterministic_training_takes_what_the_estimate_says(a100):
+    task = Task("bert-tiny", seq_len=8, config={"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100})
+    recipe = {"full_determinism": True, "bf16": True, "per_device_train_batch_size": 4}
+    found = Lab("gpu", executor=a100).train("deterministic", task=task, measure="memory", **recipe).memory
+    answer = estimate(task, device="cuda", compute_capability=(8, 0), **recipe).memory
+    assert (answer.peak_bytes, answer.reserved_bytes) == (found.peak_bytes, found.reserved_bytes)
+
+
 @pytest.mark.nightly
 def test_what_does_not_fit_ends_with_torchs_own_words():
     run = rehearse(Task("bert-large", seq_len=512), on="t4", per_device_train_batch_size=64)
@@ -239,6 +248,25 @@ def membership():
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     found = 3 in numbers, 9 in numbers
     return found, torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+
+def grouped():
+    """Return how many blocks a grouped matmul allocates: if the ends of its groups are unknown, and known."""
+    import torch
+
+    rows, experts = torch.randn(16, 8, device="cuda"), torch.randn(4, 8, 8, device="cuda")
+    known = torch.tensor([4, 8, 12, 16], dtype=torch.int32, device="cuda")
+    unknown, allocated = rows[:4, 0].cumsum(0).int(), []
+    for ends in (known, unknown, known):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.nn.functional.grouped_mm(rows, experts, offs=ends)
+        allocated.append(torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+    return allocated[1:]
+
+
+def test_a_grouped_matmul_with_unknown_groups_asks_for_workspaces_too(here):
+    unknown, known = here(grouped)
+    assert unknown == known
 
 
 def arrivals():

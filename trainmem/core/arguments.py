@@ -83,6 +83,10 @@ _REMOVED = {
     "logging_dir": "leave it out, an experiment writes no logs",
 }
 
+# Arguments of transformers' Seq2SeqTrainingArguments alone.
+_OF_SEQ2SEQ = {"sortish_sampler", "predict_with_generate"}
+_OF_SEQ2SEQ |= {"generation_max_length", "generation_num_beams", "generation_config"}
+
 # Values that an experiment sets unless the user does: nothing is written, printed, sent or evaluated.
 QUIET = {
     "report_to": "none",
@@ -363,6 +367,9 @@ def check_names(names: Iterable[str], *, also: Iterable[str] = ()) -> None:
             continue
         if name in _REMOVED:
             raise ValueError(f"{name!r} is no longer a training argument: {_REMOVED[name]}")
+        if name in _OF_SEQ2SEQ:
+            how = "leave it out. For the memory of generation, estimate inference with max_new_tokens"
+            raise ValueError(f"{name!r} is an argument of Seq2SeqTrainer, and Trainer is what trains here: {how}")
         hint = nearest_text(name, valid) or "Use a name of transformers.TrainingArguments."
         raise ValueError(f"unknown training argument {shown(name)}. {hint}")
 

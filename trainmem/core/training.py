@@ -5,6 +5,7 @@ The meter runs this code on real tensors, the estimate on fake ones.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -132,7 +133,7 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
         Invalid: the model or the Trainer cannot be built from the task and the arguments, or a package is missing.
     """
     import cloudpickle
-    from transformers import PrinterCallback, Trainer
+    from transformers import PrinterCallback, Trainer, default_data_collator
     from transformers.utils.generic import find_labels
 
     arguments = experiment.arguments
@@ -193,11 +194,17 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
             return loss
 
     kind = LossKeeper if keep_losses else NamingTrainer
-    options = {"data_collator": experiment.task.collator(), "optimizers": (optimizer, None)}
+    collator = experiment.task.collator()
+    if args.label_smoothing_factor and hasattr(base, "prepare_decoder_input_ids_from_labels"):
+        collator = functools.partial(_with_decoder_inputs, model=base, collator=collator or default_data_collator)
+    options = {"data_collator": collator, "optimizers": (optimizer, None)}
     if evaluation.evaluates(arguments):
         options |= {"eval_dataset": dataset, "compute_metrics": evaluation.metrics(arguments)}
     with evaluation.unknown_values(on_cpu=False) if hardware.is_rehearsal() else contextlib.nullcontext():
-        trainer = kind(model=model, args=args, train_dataset=dataset, **options)
+        try:
+            trainer = kind(model=model, args=args, train_dataset=dataset, **options)
+        except (ValueError, ImportError) as error:  # e.g. a missing package
+            raise Invalid(str(error)) from error
         trainer.remove_callback(PrinterCallback)
         if experiment.task.loss_objective:
             trainer.can_return_loss = True  # in evaluation, too: its data have no labels
@@ -205,6 +212,15 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
     if not trainer.state.global_step and arguments.get("dataloader_drop_last"):
         raise Invalid(_NO_STEP.format(experiment.task.dataset_size, args.train_batch_size, experiment.processes))
     return [sum(loss.item() for loss in step) for step in losses]
+
+
+def _with_decoder_inputs(examples: list[dict], model, collator: Callable) -> dict[str, Any]:
+    """Return a batch with `decoder_input_ids`, as `DataCollatorForSeq2Seq(model=model)` does.
+
+    A model makes them of its labels, but the Trainer withholds the labels if it smooths them.
+    """
+    batch = collator(examples)
+    return {**batch, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])}
 
 
 def _built(experiment: Experiment, device: Any, args: Any = None):

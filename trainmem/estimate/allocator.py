@@ -9,6 +9,8 @@ Nothing here needs torch or a GPU. Comments and docstrings name the sources of n
 import bisect
 import collections
 import operator
+import os
+import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,9 +38,12 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """Return the bytes of one cuBLAS workspace, which the caching allocator holds from the first matmul on.
 
     Each thread that runs matmuls has a workspace: in a training, the thread of the forward pass and autograd's thread.
-    A workspace has 32 MiB on compute capability 9, 10 and 12, otherwise 2 buffers of 4096 KiB and 8 of 16 KiB
+    CUBLAS_WORKSPACE_CONFIG, which `full_determinism` sets, has the KiB and the number of its buffers. Without it, a
+    workspace has 32 MiB on compute capability 9, 10 and 12, otherwise 2 buffers of 4096 KiB and 8 of 16 KiB
     (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize).
     """
+    if buffers := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):
+        return sum(int(size) * int(count) * KIB for size, count in buffers)
     return 32 * MIB if compute_capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * KIB
 
 

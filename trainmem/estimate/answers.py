@@ -24,7 +24,8 @@ from trainmem.records import write_whole
 SWITCH = "PERF_HELPERS_ANSWERS"  # environment variable; "0" turns stored answers off
 _MOST_FILES = 300  # files to keep; the oldest are removed first
 # Prefixes of environment variables that change what libraries do.
-_DECIDING = ("ACCELERATE_", "ATEN_", "BNB_", "CUDA_", "DNNL_", "HF_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH")
+_DECIDING = ("ACCELERATE_", "ATEN_", "BNB_", "CUBLAS", "CUDA_", "DNNL_", "HF_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_")
+_DECIDING += ("TORCH",)
 _active: contextvars.ContextVar["Answers | None"] = contextvars.ContextVar("answers", default=None)
 
 

@@ -126,15 +126,17 @@ def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
 def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
     """Return the memory requests of flash attention's backward, in order: result tensors, and bytes of buffers.
 
-    The buffers hold one fp32 sum per query row, then dQ in fp32; for grouped queries also dK and dV per query head
-    (flash_attn/flash_api.cpp: mha_bwd). `made`: the results on fake tensors.
+    The buffers hold one fp32 sum per query row, then dQ in fp32 (if torch's algorithms are deterministic, one dQ for
+    each part of the keys); for grouped queries also dK and dV per query head (flash_attn/flash_api.cpp: mha_bwd).
+    `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
+    parts = -(-gpu.processors.count // (batch * heads)) if torch.are_deterministic_algorithms_enabled() else 1
     rows = batch * heads * next_multiple(length, 128)
     wide = next_multiple(head, 32 if head <= 128 else 64)
     copies = [bytes_ for each in (gradient, out) for bytes_ in contiguous_copy(each.transpose(1, 2))]
     grouped = [batch * key.shape[2] * heads * head * query.element_size()] * 2 if heads != key.shape[1] else []
-    return [*copies, *made, 4 * rows, 4 * rows * wide, *grouped]
+    return [*copies, *made, 4 * rows, 4 * rows * wide * parts, *grouped]
 
 
 def cudnn_forward(gpu: Gpu, made, *_, **__):

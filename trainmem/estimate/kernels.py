@@ -46,7 +46,6 @@ class Kernels:
     ):
         self._is_on_device = is_on_device
         self._gpu = Gpu(capability, reduction_scratch.processors(capability), rules or release())
-        self.workspace_bytes = workspace_bytes(capability)
         newest = capability >= (9, 0)
         # Elements that a block of threads takes at once, see `scan_bytes` and `_sort_bytes` (by the bytes of a key).
         self._unique_at_once = 4928 if newest else 1344 if capability == (8, 0) else 320
@@ -114,7 +113,7 @@ class Kernels:
             return []
         rules = self._gpu.rules
         by_lt = not (rules.keeps_workspaces and rules.shares_workspace) and _is_lt(function, args, kwargs)
-        blas, lt = (WORKSPACES[0], self.workspace_bytes), (WORKSPACES[1], LT_WORKSPACE_BYTES)
+        blas, lt = (WORKSPACES[0], workspace_bytes(self._gpu.capability)), (WORKSPACES[1], LT_WORKSPACE_BYTES)
         both = rules.keeps_workspaces and rules.lt_takes_both
         return [*([blas] if both or not by_lt else []), *([lt] if by_lt else [])]
 

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from trainmem.estimate.operation_cache import View, fake, spec_of
 from trainmem.records import Phase
@@ -190,10 +191,11 @@ def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.Abstrac
 
     Args:
         tracker: the tracker of the trace; its log gets the repeated entries.
-        alike: whether the micro-batches of a step are equal, except that the first one makes the gradients. If so, the
+        alike: whether micro-batches of one shape are equal, except that the first one makes the gradients. If so, the
             last micro-batch does not run either: the log entries of the second one are repeated for it. In later steps
-            no micro-batch runs: the log entries of the first step are repeated. If the allocator's cache is emptied
-            every n steps (`torch_empty_cache_steps`), the first n steps are traced, and repeated later.
+            no micro-batch runs: the log entries of the first step are repeated. A shorter one at the data's end runs.
+            If the allocator's cache is emptied every n steps (`torch_empty_cache_steps`), the first n steps are traced,
+            and repeated later.
     """
     from transformers import Trainer
 
@@ -203,7 +205,8 @@ def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.Abstrac
         step, last = trainer.state.global_step, trainer.current_gradient_accumulation_steps - 1
         number = next(counts[step])
         empties = trainer.args.torch_empty_cache_steps  # the cache is emptied once in this many steps
-        place = (number > 0, empties and step % empties) if alike else (number > 0, number == last, step)
+        when = (empties and step % empties,) if alike else (number == last, step)
+        place = number > 0, *when, *(each.shape for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
         if place in seen:
             is_between = 1 < number < last
             is_left_out = is_between and not (tracker.places_modules and number < _REPEATED)

@@ -126,7 +126,21 @@ def install() -> None:
             frame = frame.f_back
         return found
 
-    torch._is_all_true = is_valid
+    grouped_product = torch._grouped_mm
+
+    def of_groups(first, second, offs=None, **options):
+        """Replace `torch._grouped_mm`: return the same result, after writing equal parts into the memory of `offs`, the
+        ends of the groups, if they are unknown.
+
+        Without a kernel of its own torch reads the ends on the host and multiplies each group that is not empty. Its
+        memory is the same for all ends, unless every group is empty. The ends still count as unknown.
+        """
+        if offs is not None and not mode.is_known(offs):
+            length = second.shape[-1] if first.dim() == 3 else first.shape[-1 if second.dim() == 2 else 0]
+            memory_of(offs).copy_(torch.arange(1, len(offs) + 1, device="cpu") * length // len(offs))
+        return grouped_product(first, second, offs, **options)
+
+    torch._is_all_true, torch._grouped_mm = is_valid, of_groups
     if mode.assumes:
         torch.isin = is_in_tokens
     for name, answer in (("isfinite", True), ("isnan", False), ("isinf", False)):
