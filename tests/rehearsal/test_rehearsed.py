@@ -395,6 +395,16 @@ def test_a_grouped_matmul_needs_a_workspace_unless_its_groups_are_known_to_be_em
     assert here(grouped) == [False, True, True, True]
 
 
+def solved():
+    import torch
+
+    return [*torch.linalg.solve(torch.randn(5, 8, 8, device="cuda"), torch.randn(5, 8, 2, device="cuda")).shape]
+
+
+def test_equations_that_cublas_solves_are_no_singular_ones(here):
+    assert here(solved) == [5, 8, 2]
+
+
 def floats():
     import torch
 
