@@ -398,7 +398,10 @@ def test_a_grouped_matmul_needs_a_workspace_unless_its_groups_are_known_to_be_em
 def solved():
     import torch
 
-    return [*torch.linalg.solve(torch.randn(5, 8, 8, device="cuda"), torch.randn(5, 8, 2, device="cuda")).shape]
+    matrices, rows = torch.randn(5, 8, 8, device="cuda"), torch.randn(5, 8, 2, device="cuda")
+    left = [torch.full((128,), 7, dtype=torch.int32).cuda() for _ in range(20)]
+    del left  # the solver would write its status where these lay
+    return [*torch.linalg.solve(matrices, rows).shape]
 
 
 def test_equations_that_cublas_solves_are_no_singular_ones(here):
