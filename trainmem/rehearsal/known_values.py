@@ -150,8 +150,6 @@ class Values(TorchFunctionMode):
             kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
         if self.assumes and on_device and name in recurrent_layers.FUNCTIONS and torch.backends.cudnn.enabled:
             function = recurrent_layers.without_cudnn(function, self.answers)
-        if name == "_grouped_mm":
-            self._share_groups(*args, **kwargs)
         resized_known = name == "resize_" and self.is_known(given[0])
         try:
             made = function(*args, **kwargs)
@@ -164,18 +162,6 @@ class Values(TorchFunctionMode):
         else:
             self._note_results(function, name, args, kwargs, given, made)
         return made
-
-    def _share_groups(self, first, second, offs=None, *_, **__) -> None:
-        """Write equal groups into `offs`, the ends of a grouped matmul's groups, if their values are unknown.
-
-        Otherwise all groups could be empty. torch then calls no cuBLAS, and so requests no workspace.
-
-        `first`, `second`: the factors; one of them may have a matrix per group.
-        """
-        if offs is not None and not self.is_known(offs):
-            size = second.shape[1] if first.dim() == 3 else first.shape[0 if second.dim() == 3 else 1]
-            with _out_of_sight():
-                memory_of(offs).copy_(torch.arange(1, len(offs) + 1) * size // len(offs))
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
         """Compute the small device tensors that a function made from arguments on the host, and note them as known.

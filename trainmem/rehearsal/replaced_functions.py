@@ -153,6 +153,7 @@ def install() -> None:
         mode.library.impl("nonzero", mode.positions, "CUDA")
         mode.library.impl("_linalg_check_errors", lambda *_, **__: None, "CUDA")  # no solver ran that could have failed
     torch.Tensor.any = any_outlier
+    torch._grouped_mm = functools.partial(_with_groups, mode, torch._grouped_mm)
     torch.compiler.set_stance("force_eager")  # code compiled by Triton cannot be loaded: run it uncompiled
     torch.nn.init._no_grad_trunc_normal_ = fill
     torch.testing.assert_close = close
@@ -163,6 +164,20 @@ def install() -> None:
     if folder := os.environ.get("REHEARSAL_REPORT"):  # a user's program, see `process_recorder`
         process_recorder.install(mode, folder)
     mode.__enter__()
+
+
+def _with_groups(mode: Values, plain: Callable, first, second, offs=None, *args, **kwargs):
+    """Call `plain`, torch's grouped matmul; first write equal groups into their ends `offs`, if these are unknown.
+
+    Otherwise all groups could be empty. torch then calls no cuBLAS, and so requests no workspace.
+
+    `first`, `second`: the factors; one of them may have a matrix per group.
+    """
+    if offs is not None and not mode.is_known(offs):
+        size = second.shape[1] if first.dim() == 3 else first.shape[0 if second.dim() == 3 else 1]
+        with torch.utils._python_dispatch._disable_current_modes():
+            memory_of(offs).copy_(torch.arange(1, len(offs) + 1) * size // len(offs))
+    return plain(first, second, offs, *args, **kwargs)
 
 
 def _note_kernels(mode: Values) -> None:
