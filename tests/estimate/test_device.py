@@ -90,6 +90,20 @@ def test_a_tensor_counts_from_when_it_is_sent(tracker):
         assert sizes(tracker)[4:] == [8, -8], "and what is made of it lies there too"
         torch.tensor([1.0, 2.0], device="cpu")
         assert len(tracker.log) == 6, "'cpu' in so many words is the host"
+        batch.to(torch.device("cpu"))
+        assert sizes(tracker)[6:] == [128, -128], "what stays on the host is copied each time"
+
+
+def test_a_hook_of_a_gradient_sends_what_it_needs_each_time(tracker):
+    with tracker, tracker.emulated():
+        tracker.weights = Placement.DEVICE
+        weight = torch.zeros(8, device=torch.device("cpu")).requires_grad_()
+        mask, masked = torch.ones(8, dtype=torch.bool), []
+        weight.register_hook(lambda gradient: masked.append(mask.to(gradient.device).shape))
+        for _ in range(2):
+            weight.sum().backward()
+    copies = [sign for block, sign in tracker.log if block.bytes == 8 and block.operation == "copy to the device"]
+    assert masked == 2 * [(8,)] and copies == [1, -1] * 2
 
 
 def test_in_a_loop_of_ones_own_what_is_made_is_on_the_device():

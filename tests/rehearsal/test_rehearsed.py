@@ -403,6 +403,39 @@ def test_a_histogram_needs_no_values_for_its_range(here):
     assert here(choices_of_one_expert) == 20 * [[1]]
 
 
+def workspaces_of_groups():
+    import torch
+
+    experts = torch.randn(4, 16, 16, device="cuda")
+    peaks = []
+    for ends in (torch.zeros(4).int(), torch.arange(16, 80, 16).int()):
+        for known in (True, False):
+            ends = ends.cuda() if known else (ends.cuda() + torch.randn(4, device="cuda")).int()
+            rows = torch.randn(64, 16, device="cuda", requires_grad=True)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            torch._grouped_mm(rows, experts, offs=ends).backward(torch.randn(64, 16, device="cuda"))
+            peaks.append(torch.cuda.max_memory_allocated() - before > 8 << 20)
+    return peaks
+
+
+def test_a_grouped_matmul_needs_a_workspace_unless_its_groups_are_known_to_be_empty(here):
+    assert here(workspaces_of_groups) == [False, True, True, True]
+
+
+def solved():
+    import torch
+
+    matrices, rows = torch.randn(5, 8, 8, device="cuda"), torch.randn(5, 8, 2, device="cuda")
+    left = [torch.full((128,), 7, dtype=torch.int32).cuda() for _ in range(20)]
+    del left  # the solver would write its status where these lay
+    return [*torch.linalg.solve(matrices, rows).shape]
+
+
+def test_equations_that_cublas_solves_are_no_singular_ones(here):
+    assert here(solved) == [5, 8, 2]
+
+
 def floats():
     import torch
 

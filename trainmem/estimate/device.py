@@ -109,7 +109,9 @@ class DeviceTracker(FakeTracker):
         for owner, name, replacement in self._replacements(optim):
             stack.enter_context(patch.object(owner, name, replacement))
         stack.enter_context(patch.object(adapters, "adapted", calling(self._add_adapters, adapters.adapted)))
-        stack.enter_context(_DeviceArguments(self))
+        stack.enter_context(arguments := _DeviceArguments(self))
+        run = calling(arguments.in_backward, torch.autograd._engine_run_backward)
+        stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run))
         return stack
 
     def _replacements(self, optim: str) -> Iterator[tuple[Any, str, Callable]]:
@@ -167,7 +169,8 @@ class DeviceTracker(FakeTracker):
         `layer`: the layer that has the adapter.
         """
         plain(layer, *args, **kwargs)
-        if self.is_on_device(layer.get_base_layer().weight):
+        weight = getattr(layer.get_base_layer(), "weight", None)  # SHADOW's base is a whole block: nothing moves
+        if weight is not None and self.is_on_device(weight):
             for name in layer.other_param_names:
                 if isinstance(kept := getattr(layer, name, None), torch.nn.ParameterDict):
                     kept.requires_grad_(True)
@@ -328,6 +331,8 @@ class DeviceTracker(FakeTracker):
         super().mark(label)
 
     def tag(self, tensor, category, keep=()):
+        if self._adapter_base is Placement.HOST:
+            return  # peft computes with a base that has not been sent
         if category == Category.WEIGHTS:
             self.weights = Placement.DEVICE  # a model that computes is on the device, whatever sent it there
         super().tag(tensor, category, keep)
@@ -428,6 +433,11 @@ class _DeviceArguments(TorchFunctionMode):
             return self._make(function, args, kwargs)
         return function(*args, **kwargs)
 
+    def in_backward(self, plain, *args, **kwargs):
+        """Run autograd's engine in this mode: torch leaves the mode while it runs a tensor's method `backward`."""
+        with self:  # hooks and repeated forwards send tensors, too
+            return plain(*args, **kwargs)
+
     def _on_host(self, function, args, kwargs):
         with patch.object(self._tracker, "_forced", Placement.HOST):
             result = function(*args, **kwargs)
@@ -449,6 +459,9 @@ class _DeviceArguments(TorchFunctionMode):
             return args[0]  # already there: "cpu" and "cpu:0" are one device here
         result = function(*args, **kwargs)
         if any(isinstance(each, (*_DEVICES, torch.Tensor)) for each in (*args[1:2], *kwargs.values())):
+            if result is args[0] and not tracker.is_on_device(result):
+                with _disable_current_modes():  # the caller may keep its tensor, on the host
+                    result = result.clone()
             tracker.send(result, tracker._category_at_allocation(None, ()))
         return result
 

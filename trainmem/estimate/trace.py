@@ -335,12 +335,13 @@ class FakeTracker(Tracker):
             return True  # for a decision, e.g. whether a layer is left out
         if function is aten.empty.memory_format and not args[0] and self.moment in (Phase.SETUP, Phase.BEFORE):
             return True  # for a seed, which a loader draws before a sampler draws its order
-        if function is aten.scalar_tensor.default and self.moment == Phase.FORWARD:
+        in_forward = self.moment == Phase.FORWARD or self.modules.runs_forward  # also one that a checkpoint repeats
+        if function is aten.scalar_tensor.default and in_forward:
             return True  # part of a mask, which other code reads
         # E.g. sizes of feature maps. Not int32: bitsandbytes unpacks weights into it.
         is_whole = function is aten.empty.memory_format and kwargs.get("dtype") is torch.int64
         if is_whole or function.overloadpacket in _REAL_IN_FORWARD:
-            return (self.moment == Phase.FORWARD or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
+            return (in_forward or self.collates) and np.prod(args[0], dtype=np.int64) <= _LARGE
         # Only numbers where tensors could be, e.g. torch.div(length, 2): the result may be the length of something.
         numbers_alone = any("Tensor" in str(argument.type) for argument in function._schema.arguments)
         return numbers_alone or function.overloadpacket in _ALWAYS_REAL

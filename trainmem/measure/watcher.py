@@ -53,6 +53,11 @@ class Modules:
         # One entry per nested backward, because a checkpoint's second forward may run on a thread with its own numbers.
         self._entered: list[tuple[list[int], list[str]]] = [([], [])]
 
+    @property
+    def runs_forward(self) -> bool:
+        """Whether a module's forward runs now, also inside backward."""
+        return bool(self._inside)
+
     def enter(self, module) -> None:
         if not self._inside and id(module) not in self._names:
             kind = type(module).__name__
