@@ -19,7 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from trainmem.rehearsal import exchanged_values, process_recorder
-from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, Values, explained, memory_of
+from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, LegacyType, Values, explained, memory_of
 from trainmem.unknown import NeedsValues, Unknown
 
 
@@ -144,6 +144,10 @@ def install() -> None:
         return tensor
 
     torch._utils._rebuild_tensor = rebuilt
+    for name in [each for each in vars(torch.cuda) if each.endswith("Tensor")]:
+        setattr(torch.cuda, name, LegacyType(getattr(torch.cuda, name), mode))
+    set_default = torch._C._set_default_tensor_type
+    torch._C._set_default_tensor_type = lambda kind: set_default(getattr(kind, "plain", kind))
     if torch.distributed.is_available():
         exchanged_values.install(mode)
     if importlib.util.find_spec("triton"):
@@ -151,6 +155,7 @@ def install() -> None:
     with warnings.catch_warnings(action="ignore"):  # a warning that a kernel is replaced
         mode.library = torch.library.Library("aten", "IMPL")  # kept alive: the kernel goes with it
         mode.library.impl("nonzero", mode.positions, "CUDA")
+        mode.library.impl("_coalesce", mode.coalesced, "SparseCUDA")
     torch.Tensor.any = any_outlier
     torch.compiler.set_stance("force_eager")  # code compiled by Triton cannot be loaded: run it uncompiled
     torch.nn.init._no_grad_trunc_normal_ = fill

@@ -37,7 +37,7 @@ class Files:
     of files that the process opened to write bytes. `aside` is {path: where the earlier file with this path was moved}.
 
     Args:
-        changed: called after each file that was moved aside.
+        changed: called after each file that was moved aside or written without values.
     """
 
     def __init__(self, changed: Callable[[], None]):
@@ -50,6 +50,10 @@ class Files:
         self.has_holes = False  # whether the file that is being saved has any
         self.has_file = True  # whether it is saved by its path
         self.rename = os.rename
+
+    def count(self) -> int:
+        """Return how many files were moved aside or written without values, also by processes that forked this one."""
+        return len(self.aside) + len(self.saved)
 
     def keeps(self, path: Any) -> bool:
         """Return whether a file existed before the rehearsal, so that it must not be overwritten; if so, remember its
@@ -81,6 +85,7 @@ class Files:
 
     def note(self, path: Any) -> None:
         self.saved.add(os.path.abspath(os.fspath(path)))
+        self.changed()  # now, because this process may be killed
 
     def move(self, plain: Callable, source: Any, target: Any, *args, **kwargs) -> Any:
         """Call `plain`, which renames, links or copies `source` to `target`, and return its result.
