@@ -146,7 +146,7 @@ def test_saving_writes_no_weights_and_keeps_the_files_that_were_there(program, t
 
 
 BUFFERED = """
-import io, os, shutil, torch
+import io, json, os, pickle, shutil, torch
 state = {"weight": torch.randn(300, 300, device="cuda"), "step": 3}
 def save(path):
     buffer = io.BytesIO()
@@ -163,20 +163,31 @@ with open("file.pt", "wb") as file:
     torch.save(state, file)
 with open("notes.pt", "wb") as file:
     torch.save({"step": 3}, file)
+with open("state.pkl", "wb") as file:
+    pickle.dump(state, file)
+assert pickle.load(open("state.pkl", "rb"))["weight"].shape == (300, 300)
+with open("notes.pkl", "wb") as file:
+    pickle.dump([torch.arange(3)], file)
+torch.save(state, "old-format.pt", _use_new_zipfile_serialization=False)
+with open("results.json", "w") as file:
+    json.dump([1], file)
+assert json.load(open("results.json")) == [1]
 assert torch.load("older.ckpt")["weight"].shape == (300, 300)
 """
 
 
 @pytest.mark.nightly
-def test_weights_that_are_saved_through_a_buffer_are_not_left_and_spoil_no_file(program, tmp_path):
+def test_weights_that_are_saved_by_other_ways_are_not_left_and_no_older_file_is_replaced(program, tmp_path):
     for name in ("older.ckpt", "older-moved.ckpt"):
         torch.save({"weight": torch.ones(3)}, tmp_path / name)
         os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "results.json").write_text("[]")
     run, printed = program(BUFFERED)
     assert run.status == "finished", printed.err
-    assert {path.name for path in tmp_path.iterdir()} == {"older.ckpt", "older-moved.ckpt", "notes.pt", "program.py"}
+    left = {"older.ckpt", "older-moved.ckpt", "notes.pt", "notes.pkl", "results.json", "program.py"}
+    assert {path.name for path in tmp_path.iterdir()} == left and (tmp_path / "results.json").read_text() == "[]"
     assert all(torch.load(tmp_path / f"{name}.ckpt")["weight"].tolist() == [1] * 3 for name in ("older", "older-moved"))
-    assert "2 existing files of weights were not overwritten" in repr(run)
+    assert "3 existing files were not overwritten" in repr(run)
 
 
 @pytest.mark.nightly
