@@ -351,6 +351,11 @@ sparse = torch.sparse_coo_tensor(places, torch.randn(5, device="cuda"), (4, 4), 
 assert sparse.indices().tolist() == [[0, 1, 2], [1, 0, 3]] and sparse.is_coalesced()
 torch.sparse.sum(sparse).backward()
 assert torch.sparse_coo_tensor(places.cpu(), torch.ones(5).cpu(), (4, 4)).cuda().coalesce()._nnz() == 3
+layer = torch.nn.Embedding(100, 16, sparse=True).cuda()
+optimizer = torch.optim.SparseAdam(layer.parameters())
+layer(torch.tensor([[1, 2, 2], [3, 1, 1]])).sum().backward()
+assert layer.weight.grad.coalesce().indices().tolist() == [[1, 2, 3]]
+optimizer.step()
 print("to its end")
 summed = torch.sparse_coo_tensor(torch.randn(2, 5).topk(5).indices, torch.randn(5), (5, 5)).coalesce()
 assert summed._nnz() == 5

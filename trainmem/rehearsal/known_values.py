@@ -84,6 +84,8 @@ class Values(TorchFunctionMode):
         # device's are not) and `is_norm`. Other storages are not kept: each Python object is a second reference, and
         # autograd adds to a gradient in place only if it holds the only one.
         self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        # Weights of embeddings with sparse gradients, and whether the token ids of the forward pass are known.
+        self._embeddings: list[tuple[weakref.ref, int, bool]] = []
         self._sent: dict[str, int] = {}  # group and kind of collective -> how many so far
 
     def is_known(self, tensor: torch.Tensor) -> bool:
@@ -135,6 +137,17 @@ class Values(TorchFunctionMode):
             self.mark(known and made._nnz() * made.sparse_dim() <= LARGEST_COPIED // 8, made._indices())
         return made
 
+    def note_sparse_gradients(self) -> None:
+        """Note the positions of the embeddings' sparse gradients as known. Call it after each backward pass.
+
+        Autograd has copied the token ids into them. A gradient that is a sum of two has more positions.
+        """
+        for weight, count, known in self._embeddings:
+            gradient = getattr(weight(), "grad", None)
+            if gradient is not None and gradient.is_sparse and gradient._nnz() == count:
+                self.mark(known and count <= LARGEST_COPIED // 8, gradient._indices())
+        self._embeddings.clear()
+
     def _call(self, function, types, args, kwargs):
         """Call a function of torch, or answer in its place, and note which of its results are known."""
         name = getattr(function, "__name__", "")
@@ -145,6 +158,8 @@ class Values(TorchFunctionMode):
             return self.__torch_function__(torch.Tensor.to, types, (args[0], device, kind.dtype))
         leaves = tree_leaves((args, kwargs))
         given = _tensors(leaves)
+        if name in ("embedding", "embedding_bag") and kwargs.get("sparse") and len(given) > 1 and given[1].is_cuda:
+            self._embeddings.append((weakref.ref(given[1]), given[0].numel(), self.is_known(given[0])))
         if any(isinstance(leaf, Unknown) for leaf in leaves) and name not in _READS:
             made = function(*args, **kwargs)
             self.mark(False, *(_tensors(made) or given[:1]))

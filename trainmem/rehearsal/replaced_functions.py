@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainmem.rehearsal import exchanged_values, process_recorder
 from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, LegacyType, Values, explained, memory_of
-from trainmem.unknown import NeedsValues, Unknown
+from trainmem.unknown import NeedsLibrary, NeedsValues, Unknown
 
 
 def install() -> None:
@@ -43,7 +43,9 @@ def install() -> None:
         @functools.wraps(function)
         def run(*args, **kwargs):
             try:
-                return function(*args, **kwargs)
+                made = function(*args, **kwargs)
+                mode.note_sparse_gradients()
+                return made
             except RuntimeError as error:
                 if (clearer := explained(error)) is error:
                     raise
@@ -143,7 +145,12 @@ def install() -> None:
             mode.mark(True, tensor)
         return tensor
 
-    torch._utils._rebuild_tensor = rebuilt
+    def share(*_):
+        raise NeedsLibrary(
+            "a rehearsal cannot share a card's memory between processes: send the tensor from the host, e.g. by .cpu()"
+        )
+
+    torch._utils._rebuild_tensor, torch.UntypedStorage._share_cuda_ = rebuilt, share
     for name in [each for each in vars(torch.cuda) if each.endswith("Tensor")]:
         setattr(torch.cuda, name, LegacyType(getattr(torch.cuda, name), mode))
     set_default = torch._C._set_default_tensor_type
