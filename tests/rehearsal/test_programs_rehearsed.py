@@ -207,6 +207,28 @@ def test_what_does_not_fit_ends_with_its_peaks_and_names_uncompiled_code(program
     assert "torch.compile ran" in repr(run) and max(run.processes[0]["phases"]["set-up"]) >= 12 << 30
 
 
+RETRIED = """
+import gc, torch
+gc.disable()
+samples = torch.empty(1 << 29, device="cuda")
+def attempt():
+    kept = [samples]
+    while True:
+        kept.append(kept[-1] * 2)
+try:
+    attempt()
+except torch.OutOfMemoryError:
+    print(torch.cuda.max_memory_allocated() >> 31, torch.cuda.memory_allocated() >> 31)
+print(torch.cuda.memory_allocated() >> 31)
+"""
+
+
+@pytest.mark.nightly
+def test_after_an_out_of_memory_error_the_tensors_of_the_attempt_are_freed(program):
+    run, printed = program(RETRIED)
+    assert run.status == "finished" and int(printed.out.split()[0]) > 5 and printed.out.split()[-1] == "1", printed
+
+
 COMPILED = """
 import torch
 @torch.compile

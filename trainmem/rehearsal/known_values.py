@@ -186,6 +186,10 @@ class Values(TorchFunctionMode):
         try:
             made = function(*args, **kwargs)
         except RuntimeError as error:
+            # The same error as its own cause, or as a variable here, would keep the tensors of an attempt that ran out
+            # of memory: a program that tries again with less would find less free memory than on a card.
+            if explained(error) is error:
+                raise
             raise explained(error) from error
         if name == "resize_":  # it keeps the values, maybe in another storage
             self.mark(resized_known, made)

@@ -47,9 +47,9 @@ def install() -> None:
                 mode.note_sparse_gradients()
                 return made
             except RuntimeError as error:
-                if (clearer := explained(error)) is error:
+                if explained(error) is error:  # no variable here, see `Values`
                     raise
-                raise clearer from error
+                raise explained(error) from error
 
         return run
 
