@@ -234,7 +234,7 @@ class Values(TorchFunctionMode):
             fresh = [tensor for tensor in fresh if tensor.is_cuda]  # lengths on the host are made from lengths alone
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs
         in_place = (in_place or name == "__setitem__") and name not in ("__invert__", "__index__")
-        if name in ("ge", "__ge__") and sys._getframe(2).f_globals.get("__name__") == "torch.nn.modules._functions":
+        if name in ("ge", "__ge__") and sys._getframe(3).f_globals.get("__name__") == "torch.nn.modules._functions":
             return self.fill(fresh[0], True)  # SyncBatchNorm: no rank has an empty batch
         if name in _FINITE and len(fresh) == 1 and fresh[0].is_cuda and fresh[0].numel() <= LARGEST:
             return self.fill(fresh[0], _FINITE[name])
