@@ -146,7 +146,7 @@ def test_saving_writes_no_weights_and_keeps_the_files_that_were_there(program, t
 
 
 BUFFERED = """
-import io, os, shutil, torch
+import io, json, os, pickle, shutil, torch
 state = {"weight": torch.randn(300, 300, device="cuda"), "step": 3}
 def save(path):
     buffer = io.BytesIO()
@@ -163,20 +163,31 @@ with open("file.pt", "wb") as file:
     torch.save(state, file)
 with open("notes.pt", "wb") as file:
     torch.save({"step": 3}, file)
+with open("state.pkl", "wb") as file:
+    pickle.dump(state, file)
+assert pickle.load(open("state.pkl", "rb"))["weight"].shape == (300, 300)
+with open("notes.pkl", "wb") as file:
+    pickle.dump([torch.arange(3)], file)
+torch.save(state, "old-format.pt", _use_new_zipfile_serialization=False)
+with open("results.json", "w") as file:
+    json.dump([1], file)
+assert json.load(open("results.json")) == [1]
 assert torch.load("older.ckpt")["weight"].shape == (300, 300)
 """
 
 
 @pytest.mark.nightly
-def test_weights_that_are_saved_through_a_buffer_are_not_left_and_spoil_no_file(program, tmp_path):
+def test_weights_that_are_saved_by_other_ways_are_not_left_and_no_older_file_is_replaced(program, tmp_path):
     for name in ("older.ckpt", "older-moved.ckpt"):
         torch.save({"weight": torch.ones(3)}, tmp_path / name)
         os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "results.json").write_text("[]")
     run, printed = program(BUFFERED)
     assert run.status == "finished", printed.err
-    assert {path.name for path in tmp_path.iterdir()} == {"older.ckpt", "older-moved.ckpt", "notes.pt", "program.py"}
+    left = {"older.ckpt", "older-moved.ckpt", "notes.pt", "notes.pkl", "results.json", "program.py"}
+    assert {path.name for path in tmp_path.iterdir()} == left and (tmp_path / "results.json").read_text() == "[]"
     assert all(torch.load(tmp_path / f"{name}.ckpt")["weight"].tolist() == [1] * 3 for name in ("older", "older-moved"))
-    assert "2 existing files of weights were not overwritten" in repr(run)
+    assert "3 existing files were not overwritten" in repr(run)
 
 
 @pytest.mark.nightly
@@ -194,6 +205,28 @@ def test_what_does_not_fit_ends_with_its_peaks_and_names_uncompiled_code(program
     run, _ = program(text + "while True:\n    kept.append(double(kept[0]))\n")
     assert (run.status, run.exit_code) == ("out of memory", 4)
     assert "torch.compile ran" in repr(run) and max(run.processes[0]["phases"]["set-up"]) >= 12 << 30
+
+
+RETRIED = """
+import gc, torch
+gc.disable()
+samples = torch.empty(1 << 29, device="cuda")
+def attempt():
+    kept = [samples]
+    while True:
+        kept.append(kept[-1] * 2)
+try:
+    attempt()
+except torch.OutOfMemoryError:
+    print(torch.cuda.max_memory_allocated() >> 31, torch.cuda.memory_allocated() >> 31)
+print(torch.cuda.memory_allocated() >> 31)
+"""
+
+
+@pytest.mark.nightly
+def test_after_an_out_of_memory_error_the_tensors_of_the_attempt_are_freed(program):
+    run, printed = program(RETRIED)
+    assert run.status == "finished" and int(printed.out.split()[0]) > 5 and printed.out.split()[-1] == "1", printed
 
 
 COMPILED = """
@@ -235,7 +268,7 @@ if __name__ == "__main__":
 
 
 OBJECTS = """
-import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+import os, signal, sys, time, torch, torch.distributed as dist, torch.multiprocessing as mp
 def main(rank, ranks):
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29517")
     torch.cuda.set_device(rank)
@@ -252,6 +285,22 @@ def main(rank, ranks):
     dist.all_gather_into_tensor(counts, torch.tensor([rank], device="cuda"))
     assert [each["rank"] for each in found] == counts.tolist() == wanted and sent[0]["rank"] == 0
     assert gathered is None or [each["rank"] for each in gathered] == wanted
+    total, most = torch.tensor([rank + 1, 5], device="cuda"), torch.tensor(rank / 2, device="cuda")
+    dist.all_reduce(total)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    assert total.tolist() == [sum(wanted) + ranks, 5 * ranks] and most.item() == (ranks - 1) / 2
+    layer = torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm1d(4)).cuda()
+    layer(torch.randn(3, 4, device="cuda")).sum().backward()
+    loss = torch.randn(1, device="cuda")
+    dist.all_reduce(loss)
+    assert repr(loss.item()) == "unknown"
+    if rank == 0:
+        time.sleep(0.5)
+        torch.save(loss, "shared.pt")
+    dist.barrier()
+    torch.load("shared.pt")
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL if rank == 0 and len(sys.argv) > 1 else 0)
     dist.destroy_process_group()
 if __name__ == "__main__":
     count = torch.cuda.device_count()
@@ -261,9 +310,15 @@ if __name__ == "__main__":
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_exchange_objects(program, ranks):
+def test_ranks_exchange_values_and_wait_at_a_barrier(program, ranks):
     run, printed = program(OBJECTS, card=dataclasses.replace(CARDS["t4"], devices=ranks))
     assert run.status == "finished", printed.err
+
+
+@pytest.mark.nightly
+def test_weights_that_a_killed_rank_saved_are_removed(program, tmp_path):
+    run, _ = program(OBJECTS, "killed", card=dataclasses.replace(CARDS["t4"], devices=2))
+    assert run.status == "failed" and [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
 KERNEL = """
@@ -299,6 +354,77 @@ assert "aten::addmm" in profiler.key_averages().table()
 def test_a_program_with_a_profiler_ends(program):
     run, printed = program(PROFILED)
     assert run.status == "finished", printed.err
+
+
+OLD_AND_SPARSE = """
+import torch
+whole = torch.cuda.LongTensor([3, 1, 2])
+assert whole.tolist() == [3, 1, 2] and isinstance(whole, torch.cuda.LongTensor) and whole.new([0, 2]).tolist() == [0, 2]
+assert not isinstance(whole, torch.cuda.IntTensor)
+assert whole[torch.cuda.BoolTensor([True, False, True])].tolist() == [3, 2]
+for kind in (torch.cuda.IntTensor, "torch.cuda.FloatTensor"):
+    assert torch.LongTensor([1, 2]).type(kind).tolist() == whole[1:].type(kind).tolist() == [1, 2]
+torch.set_default_tensor_type(torch.cuda.FloatTensor)
+assert torch.zeros(3).tolist() == [0, 0, 0] and torch.zeros(3).is_cuda
+torch.set_default_device("cuda")
+assert torch.tensor([2, 4]).is_cuda and torch.arange(3)[torch.tensor([2, 1])].tolist() == [2, 1]
+places = torch.tensor([[2, 1, 0, 1, 2], [3, 0, 1, 0, 3]], device="cuda")
+sparse = torch.sparse_coo_tensor(places, torch.randn(5, device="cuda"), (4, 4), requires_grad=True).coalesce()
+assert sparse.indices().tolist() == [[0, 1, 2], [1, 0, 3]] and sparse.is_coalesced()
+torch.sparse.sum(sparse).backward()
+assert torch.sparse_coo_tensor(places.cpu(), torch.ones(5).cpu(), (4, 4)).cuda().coalesce()._nnz() == 3
+layer = torch.nn.Embedding(100, 16, sparse=True).cuda()
+optimizer = torch.optim.SparseAdam(layer.parameters())
+layer(torch.tensor([[1, 2, 2], [3, 1, 1]])).sum().backward()
+assert layer.weight.grad.coalesce().indices().tolist() == [[1, 2, 3]]
+optimizer.step()
+print("to its end")
+summed = torch.sparse_coo_tensor(torch.randn(2, 5).topk(5).indices, torch.randn(5), (5, 5)).coalesce()
+assert summed._nnz() == 5
+"""
+
+
+@pytest.mark.nightly
+def test_old_constructors_give_known_values_and_sparse_tensors_are_coalesced(program):
+    run, printed = program(OLD_AND_SPARSE)
+    assert run.status == "needs values" and "to its end" in printed.out and "sparse" in repr(run), printed.err
+    run, printed = program(OLD_AND_SPARSE, assumes=True)
+    assert run.status == "finished", printed.err
+
+
+GRAPH = """
+import torch
+layer = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.Adam(layer.parameters(), capturable=True)
+samples, count = torch.randn(64, 512, device="cuda"), torch.zeros(1, dtype=torch.long, device="cuda")
+def step():
+    optimizer.zero_grad(set_to_none=True)
+    loss = layer(samples).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+other = torch.cuda.Stream()
+with torch.cuda.stream(other):
+    step()
+optimizer.zero_grad(set_to_none=True)
+graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_allocated()
+with torch.cuda.graph(graph):
+    loss = step()
+    count += 1
+kept = torch.cuda.memory_allocated() - before
+assert kept > 1 << 20, "the gradients and what the graph works with"
+graph.replay()
+print(loss.item(), torch.cuda.memory_allocated() - before == kept)
+torch.cuda.make_graphed_callables(layer, (samples,))(samples).sum().backward()
+print(count.item())
+"""
+
+
+@pytest.mark.nightly
+def test_a_captured_graph_keeps_its_memory_and_what_it_changes_is_unknown(program):
+    run, printed = program(GRAPH)
+    assert printed.out == "unknown True\n" and run.status == "needs values", printed.err
+    assert "count.item()" in repr(run)
 
 
 DISTRIBUTIONS = """

@@ -1,100 +1,169 @@
-"""Let the ranks of a rehearsed program exchange known values, because the stub of NCCL sends nothing."""
+"""Let the ranks of a rehearsed program exchange known values, because the stub of NCCL sends nothing.
 
+The ranks send each other small tensors with known values through torch's key-value store, and wait for each other at a
+barrier. Objects are exchanged, too, e.g. by `all_gather_object`: torch sends them as tensors of bytes.
+
+Each function below is the context manager of one collective: it does its part before and after the stub's collective,
+on all ranks of the group. It takes the collective's own arguments, by torch's names for them.
+"""
+
+import contextlib
 import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor, distributed
 
-from trainmem.rehearsal.known_values import EXACT, LARGEST_SENT, Values, wait_for_readers
+from trainmem.rehearsal.known_values import EXACT, LARGEST_FLOAT, Values
+
+LARGEST_SENT = 1 << 20  # bytes of whole numbers or booleans that the ranks exchange in one collective
+_REDUCE = {  # from the values of all ranks, stacked
+    "SUM": lambda values: values.sum(0),
+    "AVG": lambda values: values.sum(0) / len(values),
+    "PRODUCT": lambda values: values.prod(0),
+    "MIN": lambda values: values.amin(0),
+    "MAX": lambda values: values.amax(0),
+}
 
 
 def install(mode: Values) -> None:
-    """Let the ranks exchange known values in `all_gather`, `gather` and `scatter` of `torch.distributed`, and so also
-    in the functions for objects that call them, such as `all_gather_object`. The stub of NCCL returns each rank's own
-    values.
+    """Let the ranks exchange known values in the collectives of `torch.distributed` that are listed here."""
+    module, inside = distributed.distributed_c10d, threading.local()
+
+    def exchanging(plain: Callable, exchange: Callable) -> Callable:
+        signature = inspect.signature(plain)
+
+        @functools.wraps(plain)
+        def run(*args, **kwargs):
+            given = signature.bind(*args, **kwargs).arguments
+            is_again = getattr(inside, "is_on", False)  # torch calls it again, by its name, without the function mode
+            if is_again or module._rank_not_in_group(given.get("group")):
+                return plain(*args, **kwargs)
+            inside.is_on = True
+            try:
+                with exchange(mode, **given):
+                    return plain(*args, **kwargs)
+            finally:
+                inside.is_on = False
+
+        return run
+
+    exchanges = {"all_gather": _all_gather, "gather": _gather, "scatter": _scatter, "broadcast": _broadcast}
+    exchanges |= {"all_reduce": _all_reduce, "barrier": _barrier}
+    exchanges |= {name: _all_gather_in_one for name in ("all_gather_single", "all_gather_into_tensor")}
+    for name, exchange in exchanges.items():
+        if plain := getattr(module, name, None):  # all_gather_single: since torch 2.15
+            for owner in (module, distributed):
+                setattr(owner, name, exchanging(plain, exchange))
+
+
+@contextlib.contextmanager
+def _all_gather(mode: Values, tensor_list: list[Tensor], tensor: Tensor, group=None, **_) -> Iterator[None]:
+    sent = mode.packed(tensor)
+    yield
+    _receive(mode, tensor_list, _from_all(mode, tensor, sent, group))
+
+
+@contextlib.contextmanager
+def _all_gather_in_one(mode: Values, output_tensor: Tensor, input_tensor: Tensor, group=None, **_) -> Iterator[None]:
+    sent = mode.packed(input_tensor)
+    yield
+    if input_tensor.numel():
+        parts = output_tensor.flatten().split(input_tensor.numel())
+        _receive(mode, [*parts], _from_all(mode, input_tensor, sent, group))
+
+
+@contextlib.contextmanager
+def _gather(mode: Values, tensor: Tensor, gather_list: list[Tensor] | None = None, group=None, **_) -> Iterator[None]:
+    sent = mode.packed(tensor)
+    yield
+    _receive(mode, gather_list or [], _from_all(mode, tensor, sent, group))
+
+
+@contextlib.contextmanager
+def _scatter(mode: Values, tensor: Tensor, scatter_list: list[Tensor] | None = None, group=None, **_) -> Iterator[None]:
+    group = group or distributed.group.WORLD
+    sent = {rank: mode.packed(each) for rank, each in enumerate(scatter_list or [])}
+    yield
+    if _is_sent(tensor, group.size()):
+        _receive(mode, [tensor], _exchange(mode, group, "scatter", sent, [group.rank()]))
+
+
+@contextlib.contextmanager
+def _broadcast(mode: Values, tensor: Tensor, src=None, group=None, group_src=None, **_) -> Iterator[None]:
+    """Without this, DeepSpeed's check that all ranks have the same values would fail."""
+    group = group or distributed.group.WORLD
+    source = group_src if group_src is not None else distributed.get_group_rank(group, src or 0)
+    sent = {source: mode.packed(tensor)} if group.rank() == source else {}
+    yield
+    if _is_sent(tensor):
+        _receive(mode, [tensor], _exchange(mode, group, "broadcast", sent, [source]))
+
+
+@contextlib.contextmanager
+def _all_reduce(mode: Values, tensor: Tensor, op=distributed.ReduceOp.SUM, group=None, **_) -> Iterator[None]:
+    sent, reduced = mode.packed(tensor), _REDUCE.get(getattr(op, "name", ""))
+    yield
+    packed = _from_all(mode, tensor, sent, group) if reduced else []
+    if packed and all(packed):
+        values = [torch.empty_like(tensor, device="cpu") for _ in packed]
+        _receive(mode, values, packed)
+        mode.fill(tensor, reduced(torch.stack(values)))
+    elif packed or tensor.dtype not in EXACT:
+        mode.mark(False, tensor)
+
+
+@contextlib.contextmanager
+def _barrier(mode: Values, group=None, **_) -> Iterator[None]:
+    """Without this, a rank would read a file that another rank writes before the barrier."""
+    yield
+    group = group or distributed.group.WORLD
+    _exchange(mode, group, "barrier", {group.rank(): b"="}, [*range(group.size())])
+
+
+def _is_sent(tensor: Tensor, ranks: int = 1) -> bool:
+    """Return whether ranks exchange the values of tensors like this one; the answer is the same on all ranks.
+
+    `ranks`: number of tensors of this size in the collective.
     """
-    module = torch.distributed.distributed_c10d
-    in_one = (
-        "all_gather_single" if hasattr(module, "all_gather_single") else "all_gather_into_tensor"
-    )  # since torch 2.15
-    all_gather, single = module.all_gather, getattr(module, in_one)
-    gather, scatter = module.gather, module.scatter
-
-    @functools.wraps(all_gather)
-    def gathered(tensor_list, tensor, group=None, async_op=False):
-        work = all_gather(tensor_list, tensor, group, async_op)
-        exchange_all(mode, tensor, tensor_list, sum(each.nbytes for each in tensor_list), group)
-        return work
-
-    @functools.wraps(single)
-    def gathered_in_one(output_tensor, input_tensor, group=None, async_op=False):
-        work = single(output_tensor, input_tensor, group, async_op)
-        if input_tensor.numel():
-            parts = output_tensor.flatten().split(input_tensor.numel())
-            exchange_all(mode, input_tensor, [*parts], output_tensor.nbytes, group)
-        return work
-
-    @functools.wraps(gather)
-    def gathered_by_one(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
-        work = gather(tensor, gather_list, dst, group, async_op, group_dst)
-        size = tensor.nbytes * torch.distributed.get_world_size(group)
-        exchange_all(mode, tensor, gather_list or [], size, group)
-        return work
-
-    @functools.wraps(scatter)
-    def scattered(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
-        work = scatter(tensor, scatter_list, src, group, async_op, group_src)
-        send_each(mode, tensor, scatter_list or [], group)
-        return work
-
-    replaced = {"all_gather": gathered, in_one: gathered_in_one, "gather": gathered_by_one, "scatter": scattered}
-    for name, replacement in replaced.items():
-        for owner in (module, torch.distributed):
-            setattr(owner, name, replacement)
+    return (tensor.dtype in EXACT and tensor.nbytes * ranks <= LARGEST_SENT) or tensor.numel() <= LARGEST_FLOAT
 
 
-def exchange_all(mode: Values, given: torch.Tensor, received: list[torch.Tensor], size: int, group) -> None:
-    """Send a tensor of whole numbers or booleans to all ranks of a group, and write what each rank sent into this
-    rank's `received`. Call it after the stub's collective, on all ranks of the group.
+def _from_all(mode: Values, tensor: Tensor, sent: bytes, group) -> list[bytes]:
+    """Send this rank's values, `sent`, to all ranks of a group, and return what each rank sent: see `Values.packed`.
 
-    Collectives of objects, e.g. `all_gather_object`, need this exchange: they send objects as bytes, and these bytes
-    differ between ranks. If the values of one rank are unknown, all of `received` are noted as unknown. Tensors of
-    other types, and more than `LARGEST_SENT` bytes, are not exchanged.
-
-    Args:
-        mode: this process's `Values`.
-        given: the tensor that this rank sends.
-        received: one tensor per rank of the group, into which that rank's values are written; empty: this rank
-            receives nothing.
-        size: bytes that all ranks send together. It must be the same on all ranks.
-        group: the group; None: all ranks.
+    Return an empty list if the tensors, which are like `tensor`, are too large to be exchanged.
     """
-    group = group or torch.distributed.group.WORLD
-    if given.dtype not in EXACT or size > LARGEST_SENT or group.rank() < 0:
-        return
-    store, key = mode.next_key(group, "exchange")
-    store.set(f"{key} {group.rank()}", mode.packed(given))
-    packed = [store.get(f"{key} {rank}") for rank in range(group.size())]  # waits for all, whether it receives or not
-    for content, tensor in zip(packed, received, strict=False):
+    group = group or distributed.group.WORLD
+    everyone = [*range(group.size())]
+    return _exchange(mode, group, "all", {group.rank(): sent}, everyone) if _is_sent(tensor, len(everyone)) else []
+
+
+def _receive(mode: Values, tensors: list[Tensor], packed: list[bytes]) -> None:
+    """Write received values into tensors; if the values of one rank are unknown, note all tensors as unknown."""
+    for content, tensor in zip(packed, tensors, strict=False):
         mode.unpack(content if all(packed) else b"", tensor)
-    wait_for_readers(store, key, group)
 
 
-def send_each(mode: Values, received: torch.Tensor, given: list[torch.Tensor], group) -> None:
-    """Send small tensors of whole numbers or booleans, one to each rank of a group.
-
-    In a rehearsal NCCL is a stub whose `scatter` sends nothing. Call this function after it, on all ranks of `group`.
+def _exchange(mode: Values, group, kind: str, sent: dict[int, bytes], wanted: list[int]) -> list[bytes]:
+    """Put the contents of `sent` into the ranks' key-value store; wait for the contents `wanted` and return them.
 
     Args:
-        mode: this process's `Values`.
-        received: the tensor into which the values for this rank are written.
-        given: on the sending rank: one tensor per rank of the group, in the order of the ranks. On other ranks: empty.
-        group: the group; None: all ranks.
+        mode: this process's `Values`, which counts the collectives.
+        group: the group, all of whose ranks call this function.
+        kind: kind of collective; each kind has its own keys.
+        sent: {key: content}.
+        wanted: keys, which this or another rank of the group puts into the store.
     """
-    group = group or torch.distributed.group.WORLD
-    if received.dtype not in EXACT or received.nbytes * group.size() > LARGEST_SENT or group.rank() < 0:
-        return
-    store, key = mode.next_key(group, "scatter")
-    for rank, tensor in enumerate(given):
-        store.set(f"{key} {rank}", mode.packed(tensor))
-    mode.unpack(store.get(f"{key} {group.rank()}"), received)
-    wait_for_readers(store, key, group)
+    store, key = mode.next_key(group, kind)
+    for each, content in sent.items():
+        store.set(f"{key} {each}", content)
+    found = [store.get(f"{key} {each}") for each in wanted]
+    # Rank 0's process holds the store: if it ended now, the other ranks could no longer read.
+    if distributed.get_rank() == 0:
+        store.wait([f"{key} read {rank}" for rank in range(group.size()) if rank != group.rank()])
+    else:
+        store.set(f"{key} read {group.rank()}", b"1")
+    return found

@@ -19,6 +19,7 @@ import collections
 import contextlib
 import ctypes
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,7 +36,7 @@ WHY = "a rehearsal computes no floating-point values"
 MASKS = {torch.bool, torch.uint8}
 EXACT = MASKS | {torch.int8, torch.int16, torch.int32, torch.int64}
 LARGEST, LARGEST_FLOAT = 1 << 22, 256  # elements of a tensor that is computed: of a type in EXACT, of another type
-LARGEST_SENT = 1 << 20  # bytes that the ranks exchange in one collective
+LARGEST_COPIED = 4 << 20  # bytes of a block that the stub copies
 LARGEST_SIGNED = 1 << 12  # elements of a tensor whose sign is tracked
 LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
 
@@ -48,7 +49,7 @@ _SIZED_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "uniq
 _SIZED_BY_VALUES |= {"repeat_interleave", "where", "one_hot", "_unique2"}
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "randint", "randperm"}
 _FACTORIES |= {"zeros_like", "ones_like", "full_like", "randint_like", "scalar_tensor", "tril_indices", "triu_indices"}
-_FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor", "asarray"}
+_FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor", "asarray", "new"}
 _OF_ONE_VALUE = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _IN_ORDER = {"topk": 2, "sort": 1, "argsort": 1, "multinomial": None}  # with the index of the argument `dim`
 _CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # types of masks and positions, not of packed weights
@@ -62,6 +63,7 @@ _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "abs", "square", "sqrt"}
 _KEEP_SIGN = {"to", "float", "double", "half", "bfloat16", "cuda", "detach", "clone", "stack", "cat", "sum", "mean"}
 _KEEP_SIGN |= {"max", "amax", "pow", "__pow__", "div", "true_divide", "__truediv__", "mul", "__mul__", "add", "__add__"}
 _KEEP_SIGN |= {"where"}
+_KEEP_POSITIONS = {"sparse_coo_tensor", "to", "cuda", "clone", "detach", "mul", "div", "float", "half", "double"}
 _TAKES_TYPE = {"to", "type_as"}  # they may take device and type, but no values, from a second tensor
 
 
@@ -82,6 +84,8 @@ class Values(TorchFunctionMode):
         # device's are not) and `is_norm`. Other storages are not kept: each Python object is a second reference, and
         # autograd adds to a gradient in place only if it holds the only one.
         self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        # Weights of embeddings with sparse gradients, and whether the token ids of the forward pass are known.
+        self._embeddings: list[tuple[weakref.ref, int, bool]] = []
         self._sent: dict[str, int] = {}  # group and kind of collective -> how many so far
 
     def is_known(self, tensor: torch.Tensor) -> bool:
@@ -89,10 +93,14 @@ class Values(TorchFunctionMode):
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
     def mark(self, known: bool, *tensors: torch.Tensor) -> None:
-        """Note that all values of these tensors are known or, if `known` is False, unknown."""
+        """Note that all values of these tensors are known or, if `known` is False, unknown.
+
+        While a CUDA graph is captured, a device's tensors become unknown: each replay of the graph changes them.
+        """
         for tensor in tensors:
-            if self.is_known(tensor) != known:
-                self._remember(tensor).is_known = known
+            is_known = known and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+            if self.is_known(tensor) != is_known:
+                self._remember(tensor).is_known = is_known
 
     def is_unknown_block(self, address: int) -> bool:
         """Return whether a storage that begins at this address is noted as unknown."""
@@ -121,13 +129,37 @@ class Values(TorchFunctionMode):
         return storage
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        made = self._call(function, types, args, kwargs or {})
+        if getattr(function, "__name__", "") in _KEEP_POSITIONS and getattr(made, "layout", None) == torch.sparse_coo:
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            positions = [each._indices() if each.layout == torch.sparse_coo else each for each in given]
+            known = all(self.is_known(each) for each in positions if each.dtype == torch.int64)
+            self.mark(known and made._nnz() * made.sparse_dim() <= LARGEST_COPIED // 8, made._indices())
+        return made
+
+    def note_sparse_gradients(self) -> None:
+        """Note the positions of the embeddings' sparse gradients as known. Call it after each backward pass.
+
+        Autograd has copied the token ids into them. A gradient that is a sum of two has more positions.
+        """
+        for weight, count, known in self._embeddings:
+            gradient = getattr(weight(), "grad", None)
+            if gradient is not None and gradient.is_sparse and gradient._nnz() == count:
+                self.mark(known and count <= LARGEST_COPIED // 8, gradient._indices())
+        self._embeddings.clear()
+
+    def _call(self, function, types, args, kwargs):
+        """Call a function of torch, or answer in its place, and note which of its results are known."""
+        name = getattr(function, "__name__", "")
         if name == "__get__":
             return function(*args, **kwargs)
-        if name == "coalesce" and args[0].is_cuda and not args[0].is_coalesced():
-            raise NeedsValues("a rehearsal does not know how many positions of a sparse tensor differ")
+        if name == "type" and (kind := args[1:] and _legacy_type(args[1])):  # `.to` does the same, and is tracked
+            device = args[0].device if args[0].is_cuda else torch.device("cuda")
+            return self.__torch_function__(torch.Tensor.to, types, (args[0], device, kind.dtype))
         leaves = tree_leaves((args, kwargs))
         given = _tensors(leaves)
+        if name in ("embedding", "embedding_bag") and kwargs.get("sparse") and len(given) > 1 and given[1].is_cuda:
+            self._embeddings.append((weakref.ref(given[1]), given[0].numel(), self.is_known(given[0])))
         if any(isinstance(leaf, Unknown) for leaf in leaves) and name not in _READS:
             made = function(*args, **kwargs)
             self.mark(False, *(_tensors(made) or given[:1]))
@@ -154,11 +186,13 @@ class Values(TorchFunctionMode):
         try:
             made = function(*args, **kwargs)
         except RuntimeError as error:
+            # The same error as its own cause, or as a variable here, would keep the tensors of an attempt that ran out
+            # of memory: a program that tries again with less would find less free memory than on a card.
+            if explained(error) is error:
+                raise
             raise explained(error) from error
         if name == "resize_":  # it keeps the values, maybe in another storage
             self.mark(resized_known, made)
-        elif name == "broadcast" and function.__module__.startswith("torch.distributed"):
-            self._broadcast(given[0], **{option: kwargs.get(option) for option in ("src", "group", "group_src")})
         else:
             self._note_results(function, name, args, kwargs, given, made)
         return made
@@ -200,6 +234,8 @@ class Values(TorchFunctionMode):
             fresh = [tensor for tensor in fresh if tensor.is_cuda]  # lengths on the host are made from lengths alone
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs
         in_place = (in_place or name == "__setitem__") and name not in ("__invert__", "__index__")
+        if name in ("ge", "__ge__") and sys._getframe(3).f_globals.get("__name__") == "torch.nn.modules._functions":
+            return self.fill(fresh[0], True)  # SyncBatchNorm: no rank has an empty batch
         if name in _FINITE and len(fresh) == 1 and fresh[0].is_cuda and fresh[0].numel() <= LARGEST:
             return self.fill(fresh[0], _FINITE[name])
         if name in ("lt", "__lt__") and len(given) == 1 and args[1] == 0 and self._has_no_sign(given):
@@ -218,7 +254,7 @@ class Values(TorchFunctionMode):
         sources = [] if name in _FACTORIES else given[1:] if whole else given[:1] if name in _TAKES_TYPE else given
         computable = small and all(map(self.is_known, sources))
         if computable and _compute(function, args, kwargs, fresh):
-            return self.mark(True, *fresh, *given[:whole])
+            return self.mark(True, *fresh, *given[: whole or in_place])
         if not all(map(self.is_known, given)):
             fresh = [tensor for tensor in fresh if not (self.assumes and self._choose(name, args, kwargs, tensor))]
             self.mark(False, *(tensor for tensor in fresh if not tensor.is_cuda))
@@ -227,24 +263,6 @@ class Values(TorchFunctionMode):
             self.mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
         elif in_place:
             self.mark(False, *_tensors((args[:1], kwargs.get("out"))))
-
-    def _broadcast(self, tensor: torch.Tensor, src: int | None, group, group_src: int | None) -> None:
-        """Send the values of a small tensor of whole numbers or booleans from the sending rank to the group's other
-        ranks, through a key-value store.
-
-        NCCL is a stub that sends nothing: each rank would keep its own values, and DeepSpeed's check that all ranks
-        have the same values would fail. `tensor`, `src`, `group`, `group_src`: as in `torch.distributed.broadcast`.
-        """
-        group = group or torch.distributed.group.WORLD
-        if tensor.dtype not in EXACT or tensor.nbytes > LARGEST_SENT or group.rank() < 0:
-            return
-        store, key = self.next_key(group, "broadcast")
-        source = torch.distributed.get_group_rank(group, src) if group_src is None else group_src
-        if group.rank() == source:
-            store.set(key, self.packed(tensor))
-        else:
-            self.unpack(store.get(key), tensor)
-        wait_for_readers(store, key, group)
 
     def next_key(self, group, kind: str) -> tuple[Any, str]:
         """Return the ranks' key-value store, and a key for the group's next collective of this kind."""
@@ -255,7 +273,9 @@ class Values(TorchFunctionMode):
     def packed(self, tensor: torch.Tensor) -> bytes:
         """Return b"=" and a tensor's values as bytes; b"" if the values are unknown."""
         with _out_of_sight():
-            return b"=" + memory_of(tensor).numpy().tobytes() if self.is_known(tensor) else b""
+            if not self.is_known(tensor):
+                return b""
+            return b"=" + memory_of(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
     def unpack(self, content: bytes, tensor: torch.Tensor) -> None:
         """Write the values in `content`, a result of `packed`, into `tensor`.
@@ -321,7 +341,7 @@ class Values(TorchFunctionMode):
             read = _on_cpu(function, args, kwargs, self._assumed)
             return tree_map_only(float, lambda _: Assumed(self.answers), read) if name in ("item", "tolist") else read
         if not tensor.is_cuda:  # for a device's tensor, torch's own error is right
-            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(tensor.untyped_storage())
             self.fill(whole, self._assumed(whole))
         return function(*args, **kwargs)
 
@@ -329,7 +349,7 @@ class Values(TorchFunctionMode):
         """Return a tensor's values on the CPU; if the values are unknown, 1 for floats and 0 for other types."""
         if self.is_known(tensor):
             return memory_of(tensor)
-        return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype).expand(tensor.shape)
+        return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
     def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor) -> bool:
         """Write assumed values into `made`, a mask or positions that a function made from unknown values; return
@@ -348,13 +368,15 @@ class Values(TorchFunctionMode):
         chosen: torch.Tensor | int = 0
         bound = args[1] if len(args) == 2 and name.strip("_") in _COMPARISONS else None
         if isinstance(bound, float) and math.isinf(bound):  # unknown numbers are finite
-            self.fill(made, getattr(torch.tensor(1.0), name)(bound))
+            self.fill(made, getattr(torch.tensor(1.0, device="cpu"), name)(bound))
             return True
         if name in _IN_ORDER and made.dim():
             place = _IN_ORDER[name]
             dim = kwargs.get("dim", args[place] if place and len(args) > place else -1)
             count = args[0].shape[dim] if args else made.shape[dim]
-            chosen = (torch.arange(made.shape[dim]) % count).view([-1, *[1] * (made.dim() - 1 - dim % made.dim())])
+            chosen = (torch.arange(made.shape[dim], device="cpu") % count).view(
+                [-1, *[1] * (made.dim() - 1 - dim % made.dim())]
+            )
         self.answers["masks of a comparison, false" if made.dtype == torch.bool else "positions chosen, the first"] += 1
         self.fill(made, chosen)
         return True
@@ -404,6 +426,32 @@ class Values(TorchFunctionMode):
             positions = (self._assumed(mask) if self.assumes else memory_of(mask)).nonzero()
         return self._arrive(positions.t().contiguous(), mask.device).t()
 
+    def coalesced(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a sparse tensor with each position once, in place of `aten._coalesce` for device tensors.
+
+        It allocates what torch's kernel allocates: flat positions, their order twice, and scratch memory to sort them.
+
+        Raises:
+            NeedsValues: the positions are unknown, and this object does not assume values (`assumes=False`).
+        """
+        old, values, count = tensor._indices(), tensor._values(), tensor._nnz()
+        is_known = self.is_known(old)
+        if not is_known and not self.assumes:
+            raise NeedsValues("a rehearsal does not know how many positions of a sparse tensor differ")
+        if not is_known:
+            self.answers["positions of a sparse tensor, all differ"] += 1
+        with _out_of_sight():
+            flat = old.sum(0)
+            working = [torch.empty_like(flat), torch.empty_like(flat), flat.new_empty(2 * count)]
+            positions = memory_of(old).unique(dim=1) if is_known else memory_of(old)
+            del working[2]
+            flat.resize_(1, positions.shape[1])
+            made = values.new_empty((positions.shape[1], *values.shape[1:]))
+            indices = flat if len(old) == 1 else old.new_empty(positions.shape)
+            if is_known:
+                self.fill(indices, positions)
+            return torch.sparse_coo_tensor(indices, made, tensor.shape, is_coalesced=True, check_invariants=False)
+
     def _arrive(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         on_device = tensor.to(device)
         if _is_small(on_device, "to"):
@@ -416,20 +464,8 @@ class Values(TorchFunctionMode):
         `value`: a tensor of the same shape, or one value for all elements.
         """
         with _out_of_sight():
-            memory_of(tensor).copy_(torch.as_tensor(value))
+            memory_of(tensor).copy_(torch.as_tensor(value, device="cpu"))
         self.mark(True, tensor)
-
-
-def wait_for_readers(store, key: str, group) -> None:
-    """Let rank 0 wait until all ranks of a group have read what `key` names in the key-value store.
-
-    Call it on all ranks of the group, after they have read. Rank 0's process holds the store: if it ended right after
-    its last collective, the other ranks could no longer read.
-    """
-    if torch.distributed.get_rank() == 0:
-        store.wait([f"{key} read {rank}" for rank in range(group.size()) if rank != group.rank()])
-    else:
-        store.set(f"{key} read {group.rank()}", b"1")
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -448,6 +484,38 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta or tensor.layout != torch.strided:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+class LegacyType:
+    """Replace an old type of CUDA tensors, e.g. `torch.cuda.LongTensor`, so that what it makes from numbers is known.
+
+    Args:
+        plain: the type.
+        values: the process's `Values`.
+    """
+
+    def __init__(self, plain: type, values: Values):
+        self.plain, self.values = plain, values
+
+    def __call__(self, *args, **kwargs) -> torch.Tensor:
+        made = self.plain(*args, **kwargs)
+        is_data = args and not isinstance(args[0], int | torch.Tensor | torch.Size)
+        if is_data and _is_small(made, "") and not any(isinstance(leaf, Unknown) for leaf in tree_leaves(args)):
+            self.values.mark(True, made)
+        return made
+
+    def __instancecheck__(self, tensor) -> bool:
+        return isinstance(tensor, self.plain)
+
+    def __getattr__(self, name: str):
+        return getattr(self.plain, name)
+
+
+def _legacy_type(kind: Any) -> LegacyType | None:
+    """Return an old type of CUDA tensors, given by itself or by its name, e.g. "torch.cuda.LongTensor"."""
+    if isinstance(kind, str) and kind.startswith("torch.cuda."):
+        kind = getattr(torch.cuda, kind.rpartition(".")[2], None)
+    return kind if isinstance(kind, LegacyType) else None
 
 
 def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
@@ -478,9 +546,9 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     storage = tensor.untyped_storage()
     if not storage.nbytes():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     raw = torch.frombuffer((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8)
-    alias = torch.empty(0, dtype=tensor.dtype)
+    alias = torch.empty(0, dtype=tensor.dtype, device="cpu")  # whatever the default device is
     return alias.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 

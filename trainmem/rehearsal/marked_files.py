@@ -1,6 +1,9 @@
 """Find the files without values that a rehearsed program wrote from a buffer of saved weights; import no torch."""
 
+import contextlib
+import mmap
 import os
+import pickle
 import zipfile
 from collections.abc import Iterable
 
@@ -8,19 +11,20 @@ MARK = "rehearsed-without-values"  # a record that `unwritten_files` adds to wha
 
 
 def has_mark(path: str) -> bool:
-    """Return whether a file holds weights without values that were saved into a buffer."""
+    """Return whether a file holds weights without values that were saved into a buffer or pickled."""
     try:
-        with zipfile.ZipFile(path) as file:
-            return any(name.endswith(f"/{MARK}") for name in file.namelist())
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as file:
+                return any(name.endswith(f"/{MARK}") for name in file.namelist())
+        with open(path, "rb") as file:
+            is_pickle = file.read(1) == pickle.PROTO
+            return is_pickle and mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ).find(MARK.encode()) >= 0
     except (OSError, zipfile.BadZipFile):
         return False
 
 
 def settle(opened: Iterable[str], aside: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Remove the marked files (weights without values) that a process wrote, and put back the files they replaced.
-
-    A file that was moved aside is put back if the new file at its path is marked or does not exist. Otherwise the
-    program has really replaced it, and it is deleted.
+    """Remove the marked files (weights without values) that a process wrote, and put back the files that were replaced.
 
     Args:
         opened: paths of the files that the process opened for writing.
@@ -29,14 +33,10 @@ def settle(opened: Iterable[str], aside: dict[str, str]) -> tuple[list[str], lis
     Returns:
         The paths of the removed files that had replaced no file, and the paths of the files that were put back.
     """
-    unwritten = [name for name in opened if has_mark(name)]
-    removed, kept = [name for name in unwritten if name not in aside], []
+    removed = [name for name in opened if name not in aside and has_mark(name)]
     for name in removed:
         os.unlink(name)
     for name, old in aside.items():
-        if name in unwritten or not os.path.exists(name):
+        with contextlib.suppress(FileNotFoundError):  # the program may have deleted the folder
             os.replace(old, name)
-            kept.append(name)
-        else:
-            os.unlink(old)
-    return removed, kept
+    return removed, [*aside]

@@ -75,6 +75,7 @@ class Recorder:
         self.phases: dict[str, list[int]] = {}
         self.seen: dict[int, dict] = {}  # device -> torch's statistics since the program last reset them
         self.devices: set[int] = set()
+        self.inherited = self.files.count()
 
     def turn(self, phase: str) -> None:
         """Record the peaks of the phase that ends, and begin `phase`, e.g. "forward pass"."""
@@ -151,7 +152,7 @@ class Recorder:
     def write(self) -> None:
         """Write this process's JSON file, unless the process has used no device and ended without an error."""
         error = getattr(sys, "last_value", None) if self.ended else None
-        if not self.phases and error is None and not self.files.aside:
+        if not self.phases and error is None and self.files.count() == self.inherited:
             return
         found = {
             "pid": os.getpid(),

@@ -169,6 +169,6 @@ def _assumptions(processes: list[dict], card: Card, assumes: bool, saved: list[s
         how = "file of weights has no values and was" if len(saved) == 1 else "files of weights have no values and were"
         found.append(f"{len(saved)} {how} removed, e.g. {saved[0]}")
     if kept:
-        how = "existing file of weights was" if len(kept) == 1 else "existing files of weights were"
+        how = "existing file was" if len(kept) == 1 else "existing files were"
         found.append(f"{len(kept)} {how} not overwritten, e.g. {kept[0]}")
     return found

@@ -19,8 +19,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from trainmem.rehearsal import exchanged_values, process_recorder
-from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, Values, explained, memory_of
-from trainmem.unknown import NeedsValues, Unknown
+from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, LegacyType, Values, explained, memory_of
+from trainmem.unknown import NeedsLibrary, NeedsValues, Unknown
 
 
 def install() -> None:
@@ -43,11 +43,13 @@ def install() -> None:
         @functools.wraps(function)
         def run(*args, **kwargs):
             try:
-                return function(*args, **kwargs)
+                made = function(*args, **kwargs)
+                mode.note_sparse_gradients()
+                return made
             except RuntimeError as error:
-                if (clearer := explained(error)) is error:
+                if explained(error) is error:  # no variable here, see `Values`
                     raise
-                raise clearer from error
+                raise explained(error) from error
 
         return run
 
@@ -157,7 +159,16 @@ def install() -> None:
             mode.mark(True, tensor)
         return tensor
 
-    torch._utils._rebuild_tensor = rebuilt
+    def share(*_):
+        raise NeedsLibrary(
+            "a rehearsal cannot share a card's memory between processes: send the tensor from the host, e.g. by .cpu()"
+        )
+
+    torch._utils._rebuild_tensor, torch.UntypedStorage._share_cuda_ = rebuilt, share
+    for name in [each for each in vars(torch.cuda) if each.endswith("Tensor")]:
+        setattr(torch.cuda, name, LegacyType(getattr(torch.cuda, name), mode))
+    set_default = torch._C._set_default_tensor_type
+    torch._C._set_default_tensor_type = lambda kind: set_default(getattr(kind, "plain", kind))
     if torch.distributed.is_available():
         exchanged_values.install(mode)
     if importlib.util.find_spec("triton"):
@@ -166,6 +177,7 @@ def install() -> None:
         mode.library = torch.library.Library("aten", "IMPL")  # kept alive: the kernel goes with it
         mode.library.impl("nonzero", mode.positions, "CUDA")
         mode.library.impl("_linalg_check_errors", lambda *_, **__: None, "CUDA")  # no solver ran that could have failed
+        mode.library.impl("_coalesce", mode.coalesced, "SparseCUDA")
     torch.Tensor.any = any_outlier
     torch.compiler.set_stance("force_eager")  # code compiled by Triton cannot be loaded: run it uncompiled
     torch.nn.init._no_grad_trunc_normal_ = fill

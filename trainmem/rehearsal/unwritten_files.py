@@ -5,9 +5,10 @@ it again; `program_report` removes it at the end. A file that existed before the
 with known values only, such as a scheduler's state, is written as usual.
 
 A program may also save into a buffer and write the buffer to a file, as Lightning does. Only its content can show
-that this file has no values, so the save puts a mark into the buffer. Each file that is opened for writing is noted; if
-it is a file of weights from before the rehearsal, it is moved aside first. At the end `program_report` looks for the
-mark, removes the files that have it, and puts the older ones back.
+that this file has no values, so the save puts a mark into the buffer; so does pickle for each tensor. Each file that is
+opened for writing is noted; if it is from before the rehearsal, it is moved aside first: what a rehearsal writes must
+not replace a result of a real run. At the end `program_report` removes the files that have the mark, and puts all files
+from before the rehearsal back.
 """
 
 import builtins
@@ -19,7 +20,6 @@ import json
 import os
 import shutil
 import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Files:
     of files that the process opened to write bytes. `aside` is {path: where the earlier file with this path was moved}.
 
     Args:
-        changed: called after each file that was moved aside.
+        changed: called after each file that was moved aside or written without values.
     """
 
     def __init__(self, changed: Callable[[], None]):
@@ -50,6 +50,10 @@ class Files:
         self.has_holes = False  # whether the file that is being saved has any
         self.has_file = True  # whether it is saved by its path
         self.rename = os.rename
+
+    def count(self) -> int:
+        """Return how many files were moved aside or written without values, also by processes that forked this one."""
+        return len(self.aside) + len(self.saved)
 
     def keeps(self, path: Any) -> bool:
         """Return whether a file existed before the rehearsal, so that it must not be overwritten; if so, remember its
@@ -67,20 +71,21 @@ class Files:
     def open(self, plain: Callable, file: Any, mode: str = "r", *args, **kwargs) -> Any:
         """Call `plain`, Python's `open`, and return its result. Note the path in `opened` if the mode has "w" and "b".
 
-        If the call would overwrite a zip file (torch.save's format) from before the rehearsal, move this file aside
-        first.
+        If the call would overwrite a file from before the rehearsal, move this file aside first.
         """
-        if isinstance(file, str | os.PathLike) and isinstance(mode, str) and {*"wb"} <= {*mode}:
+        if isinstance(file, str | os.PathLike) and isinstance(mode, str) and "w" in mode:
             name = os.path.abspath(os.fspath(file))
-            if self._is_older(name) and os.access(name, os.W_OK) and zipfile.is_zipfile(name):
+            if self._is_older(name) and os.access(name, os.W_OK) and os.access(os.path.dirname(name), os.W_OK):
                 self.aside[name] = f"{name}.before-rehearsal"
                 self.rename(name, self.aside[name])
                 self.changed()
-            self.opened.add(name)
+            if "b" in mode:
+                self.opened.add(name)
         return plain(file, mode, *args, **kwargs)
 
     def note(self, path: Any) -> None:
         self.saved.add(os.path.abspath(os.fspath(path)))
+        self.changed()  # now, because this process may be killed
 
     def move(self, plain: Callable, source: Any, target: Any, *args, **kwargs) -> Any:
         """Call `plain`, which renames, links or copies `source` to `target`, and return its result.
@@ -146,7 +151,8 @@ def install(files: Files, values) -> None:
         if path is f and files.keeps(path):
             return
         files.has_holes, files.has_file = False, path is f
-        save(obj, f, *args, **kwargs)
+        # The older format has no records; pickle writes a tensor in it.
+        save(obj, f, *args[:2], **kwargs | {"_use_new_zipfile_serialization": True})
         if files.has_holes and isinstance(path, str | os.PathLike):
             files.note(path)
 

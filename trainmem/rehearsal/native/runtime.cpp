@@ -5,6 +5,7 @@
 // to do: those that launch, wait, free or record.
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -229,21 +230,47 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) { *stream = (cudaStream_t)han
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return OK; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-    *status = cudaStreamCaptureStatusNone;
+// Graphs: while one is captured, all streams are part of it. The program's own code runs once and allocates as on a card;
+// a replay has nothing to do.
+static std::atomic<unsigned long long> captured{0};  // the number of the capture under way; 0: none
+static cudaStreamCaptureStatus capturing() {
+    return captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+    static std::atomic<unsigned long long> last{0};
+    captured = ++last;
     return OK;
 }
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+    captured = 0;
+    *graph = (cudaGraph_t)handle();
+    return OK;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { *status = capturing(); return OK; }
 #if CUDART_VERSION >= 13000
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+                                     cudaGraph_t* graph, const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
+                                     size_t* count) {
+    if (edges) *edges = nullptr;
 #else
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                        cudaGraph_t*, const cudaGraphNode_t**, size_t*) {
+                                        cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* count) {
 #endif
-    *status = cudaStreamCaptureStatusNone;
-    if (id) *id = 0;
+    *status = capturing();
+    if (id) *id = captured;
+    if (graph) *graph = (cudaGraph_t)handle();
+    if (nodes) *nodes = nullptr;
+    if (count) *count = 0;
     return OK;
 }
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t, unsigned long long) {
+    *made = (cudaGraphExec_t)handle();
+    return OK;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long flags) {
+    return cudaGraphInstantiate(made, graph, flags);
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* count) { *count = 1; return OK; }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void* data, unsigned) {
     call(stream, OK, data);
     return OK;
