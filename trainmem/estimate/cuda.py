@@ -8,6 +8,7 @@ between CUDA and the CPU has a name and a source in `cuda.toml`, and the estimat
 import contextlib
 import functools
 import math
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,20 +136,25 @@ def _rms_norm(tensor, shape, weight=None, eps=None):
 
 @contextlib.contextmanager
 def _foreach_allowed() -> Iterator[None]:
-    """Let optimizers use their foreach implementation in this context for fake CPU tensors, too."""
+    """Let optimizers use their foreach implementation in this context for fake CPU tensors, too, and be capturable."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
-    name = "_get_foreach_kernels_supported_devices"
-    devices = getattr(_foreach_utils, name)
-    with (
-        patch.object(optimizer, name, lambda *args, **options: [*devices(*args, **options), "cpu"]),
-        contextlib.ExitStack() as stack,
-    ):
+    names = "_get_foreach_kernels_supported_devices", "_get_capturable_supported_devices"
+    with contextlib.ExitStack() as stack:
+        for module in [each for name, each in sys.modules.items() if name.startswith("torch.optim.")]:
+            for name in names:
+                if plain := vars(module).get(name):
+                    stack.enter_context(patch.object(module, name, _with_cpu(plain)))
         for module in (optimizer, _foreach_utils):  # both compare a tensor's exact type
             kinds = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(patch.object(module, "_foreach_supported_types", kinds))
         yield
+
+
+def _with_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Return a function like `devices`, which returns kinds of devices, but whose list has "cpu", too."""
+    return lambda *args, **options: [*devices(*args, **options), "cpu"]
 
 
 # ---- attention

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import is_non_overlapping_and_dense_or_false, suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
 from trainmem.estimate import (
@@ -36,6 +36,7 @@ class Kernels:
         capability: the GPU's compute capability, e.g. (9, 0).
         is_on_device: function of a tensor that returns whether it is on the GPU.
         rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
+        is_on_host: function of a tensor that returns whether a user's loop left it on the host.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class Kernels:
         capability: tuple[int, int],
         is_on_device: Callable[[torch.Tensor], bool] = lambda _: True,
         rules: Release | None = None,
+        is_on_host: Callable[[torch.Tensor], bool] = lambda _: False,
     ):
-        self._is_on_device = is_on_device
+        self._is_on_device, self._is_on_host = is_on_device, is_on_host
         self._gpu = Gpu(capability, reduction_scratch.processors(capability), rules or release())
         self.workspace_bytes = workspace_bytes(capability)
         newest = capability >= (9, 0)
@@ -197,10 +199,14 @@ class Kernels:
     def _index(self, made, tensor, indices, *_, **__):
         """Return the memory requests of `index`, an indexing by tensors: bytes of buffers, then the result (`made`).
 
-        Indices in 32 bits are first copied to 64 bits, each to a buffer (TensorAdvancedIndexing.cpp: make_info).
+        Indices on the host are first copied to the device, each to a buffer. Indices in 32 bits are copied to 64 bits
+        (TensorAdvancedIndexing.cpp: make_info).
         """
-        narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
-        return [*(index.numel() * WORD for index in narrow), *made]
+        given = [index for index in indices if index is not None]
+        on_host = [*filter(self._is_on_host, given)]
+        count = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
+        narrow = [index for index in given if index.dtype is torch.int32]
+        return [*[count * WORD] * len(on_host), *(index.numel() * WORD for index in narrow), *made]
 
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
         """Return the memory requests of `index_put`, in order: the result (`made`), and bytes of buffers.
@@ -372,6 +378,17 @@ class Kernels:
         on_host = [not torch.is_tensor(each) or not (each.dim() or self._is_on_device(each)) for each in values]
         return [*[made[0].element_size()] * sum(on_host), *made]
 
+    def _copy(self, made, target, source, *_, **__):
+        """Return the memory requests of `copy_`: a buffer if strided memory is copied between host and device.
+
+        It is contiguous and on the device (cuda/Copy.cu: copy_requires_temporaries).
+        """
+        if self._is_on_host(target) is self._is_on_host(source):
+            return made
+        if target.stride() == source.stride() and is_non_overlapping_and_dense_or_false(target):
+            return made
+        return [*made, *contiguous_copy(source.expand_as(target) if self._is_on_host(target) else target)]
+
     def _masked_scatter(self, made, tensor, *_, **__):
         """Return the memory requests of `masked_scatter`, in order: the result (`made`), and bytes of buffers.
 
@@ -414,6 +431,27 @@ class Kernels:
             steps += [each, *shared, *[Free(held)] * len(shared), Free(len(before))]
         return steps
 
+    def _batch_norm(self, made, tensor, weight, bias, mean, variance, trains, *_, **__):
+        """Return the memory requests of `native_batch_norm`, in order: the results (`made`), and bytes of buffers.
+
+        torch's own kernel, which runs if the input has two dimensions, shares the sums of many rows between blocks of
+        threads (cuda/Normalization.cuh).
+        """
+        if tensor.dim() > 2:
+            return [*contiguous_copy(tensor, suggest_memory_format(tensor)), *made]
+        return [*made, *(_shared_sums(tensor, 4) if trains else [])]
+
+    def _batch_norm_backward(self, made, gradient, tensor, *_, **__):
+        """Return the memory requests of `native_batch_norm_backward`, in order: results (`made`), and buffers.
+
+        With two dimensions the buffers hold two sums per column; the gradients of weight and bias are made before the
+        input's (cuda/Normalization.cu: batch_norm_backward_cuda). With more dimensions cuDNN runs.
+        """
+        if tensor.dim() > 2:
+            return [*contiguous_copy(gradient, suggest_memory_format(tensor)), *made]
+        shared = _shared_sums(tensor, 2)
+        return [*[4 * tensor.shape[1]] * 2, *made[1:], *shared, *[Free(2)] * len(shared), *made[:1]]
+
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
         """Return the memory requests of `native_group_norm`, in order: the results (`made`), and bytes of buffers.
 
@@ -455,6 +493,25 @@ class Kernels:
 
     def _dropout(self, made, *_, **__):
         return made[::-1]
+
+
+def _shared_sums(tensor: torch.Tensor, numbers: int) -> list[Step]:
+    """Return the bytes of the buffers by which blocks of threads share the sums of a batch norm's columns.
+
+    `tensor`: the rows. `numbers`: how many numbers per column a block shares (cuda/Normalization.cuh:
+    flexible_launch_configs).
+    """
+    rows, columns = tensor.shape
+    wide = min(_power_of_2(columns), 32)
+    high = min(_power_of_2(-(-rows // 16)), 512 // wide)
+    wide = min(_power_of_2(columns), 512 // high)
+    blocks = min(-(-rows // (16 * high)), 128)
+    return [] if blocks < 8 else [4 * numbers * columns * blocks, 4 * -(-columns // wide)]
+
+
+def _power_of_2(number: int) -> int:
+    """Return the largest power of 2 up to `number`."""
+    return 1 << (number.bit_length() - 1)
 
 
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
@@ -515,11 +572,14 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.sort: Kernels._sort,
     aten._safe_softmax: Kernels._safe_softmax,
     aten.where: Kernels._where,
+    aten.copy_: Kernels._copy,
     aten.masked_scatter: Kernels._masked_scatter,
     aten.masked_scatter_: Kernels._masked_scatter,
     aten._softmax_backward_data: Kernels._softmax_backward,
     aten.native_layer_norm_backward: Kernels._norm_backward,
     aten._fused_rms_norm_backward: Kernels._norm_backward,
+    aten.native_batch_norm: Kernels._batch_norm,
+    aten.native_batch_norm_backward: Kernels._batch_norm_backward,
     aten.native_group_norm: Kernels._group_norm,
     aten.roll: Kernels._roll,
     aten.native_group_norm_backward: Kernels._group_norm_backward,
