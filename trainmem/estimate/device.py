@@ -372,6 +372,8 @@ class DeviceTracker(FakeTracker):
         on_host = [*map(id, self._kernels.on_host(function, args, result))]
         # In a loop that never sends its model, factory functions make real tensors on the host, unless requested.
         real_count = not self._from_the_start or self._has_inputs or self._requested is Placement.DEVICE
+        if not (real_count or any(isinstance(each, FakeTensor) for each in tree_iter(result))):
+            return
         for step in self._kernels.program(function, args, kwargs, result):
             if isinstance(step, torch.Tensor):
                 if (real_count or isinstance(step, FakeTensor)) and id(step) not in on_host:
