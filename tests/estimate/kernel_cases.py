@@ -297,6 +297,7 @@ PATCHES = {"kernel_size": [3, 3], "dilation": [1, 1], "padding": [0, 0], "stride
 BOTH = (500, 300), (500, 300)  # a model's output and a target
 LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 LOSSES += ("binary_cross_entropy_with_logits",)
+ENLARGED = {"output_size": [32, 32], "input_size": [4, 8, 16, 16], "align_corners": True}
 LATER = {  # rehearsed with torch 2.15 only
     "CTC loss": ctc_loss,
     "CTC loss, many": lambda: ctc_loss(batch=200),
@@ -354,6 +355,11 @@ LATER = {  # rehearsed with torch 2.15 only
     "drawn, one each": lambda: multinomial(1),
     "drawn, several": lambda: multinomial(5),
     "drawn, several with replacement": lambda: multinomial(5, True),
+    "running product": lambda: of_one(torch.cumprod, 100_000, dim=0),
+    "enlarged, backward, turned": lambda: turned(aten.upsample_bilinear2d_backward, 8, 4, 32, 32, **ENLARGED),
+    "enlarged by copies, backward, turned": lambda: turned(
+        aten.upsample_nearest2d_backward, 8, 4, 32, 32, output_size=[32, 32], input_size=[4, 8, 16, 16]
+    ),
     "matmul of what is expanded": lambda: expanded(aten.mm, 32, 1),
     "matmul of batches of what is expanded": lambda: expanded(aten.bmm, 4, 32, 10),
 }

@@ -399,9 +399,21 @@ def that_multiplies_pairs(torch, device):
         model(*(torch.rand(128, size).to(device) for size in (20, 30))).square().mean().backward()
 
 
+def that_enlarges_and_compares(torch, device):
+    """Segment images: a part of a concatenation's gradient goes through an enlargement; classes become one-hot."""
+    nn = torch.nn
+    model, last = nn.Conv2d(3, 16, 3, padding=1).to(device), nn.Conv2d(19, 64, 1).to(device)
+    enlarge = nn.Upsample(scale_factor=2, mode="bilinear")
+    for _ in range(2):
+        images, classes = torch.rand(2, 3, 64, 64).to(device), torch.zeros(2, 64, 64, dtype=torch.long).to(device)
+        made = last(torch.cat([images, enlarge(model(images[:, :, ::2, ::2]))], 1))
+        hot = nn.functional.one_hot(classes, 64)
+        (made.permute(0, 2, 3, 1) * hot).mean().backward()
+
+
 EVERYDAY = (that_evaluates, that_changes_some_rows, that_casts, that_copies_to_the_host, that_aligns, that_saves)
 EVERYDAY += (that_sends_its_data_first, that_sends_data_again, that_keeps_activations_on_the_host)
-EVERYDAY += (that_averages_weights, that_multiplies_pairs)
+EVERYDAY += (that_averages_weights, that_multiplies_pairs, that_enlarges_and_compares)
 EVERYDAY = {each.__name__: each for each in EVERYDAY}
 
 

@@ -51,6 +51,7 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
             "scaled_dot_product_attention": functools.partial(_attention, rules or release(), compute_capability),
             "dropout": _dropout,
             "linear": _linear,
+            "one_hot": _one_hot,
             "lstm_cell": _lstm_cell,
             "gru_cell": _gru_cell,
             **{f"{name}.int": functools.partial(_softmax, name) for name in ("softmax", "log_softmax")},
@@ -106,6 +107,12 @@ def _linear(tensor, weight, bias=None):
         rows = torch.addmm(bias, tensor.reshape(-1, tensor.shape[-1]), weight.t())
         return rows.view(*tensor.shape[:-1], weight.shape[0])
     return torch.matmul(tensor, weight.t()).add_(bias)
+
+
+def _one_hot(tensor, classes=-1):
+    """Return the result of `one_hot`, scattered into zeros as torch does for real tensors, not for fake ones."""
+    classes = int(tensor.max()) + 1 if classes == -1 else classes
+    return tensor.new_zeros((*tensor.shape, classes)).scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def _lstm_cell(tensor, state, weight, hidden_weight, bias=None, hidden_bias=None):

@@ -668,7 +668,7 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.roll: Kernels._roll,
     aten.native_group_norm_backward: Kernels._group_norm_backward,
     aten.isinf: Kernels._isinf,
-    aten.cumsum: Kernels._scan,
+    **dict.fromkeys((aten.cumsum, aten.cumprod), Kernels._scan),
     aten._grouped_mm: Kernels._grouped,
     aten._foreach_norm: Kernels._norms,
 }
@@ -689,6 +689,8 @@ _COPIED = {
     aten.avg_pool2d_backward: ((), (0, 1)),
     aten._adaptive_avg_pool2d: ((0,), ()),
     aten.upsample_nearest2d: ((), (0,)),
+    aten.upsample_nearest2d_backward: ((), (0,)),
+    aten.upsample_bilinear2d_backward: ((), (0,)),
     aten.reflection_pad1d: ((), (0,)),
 }
 _ON_IMAGES = {aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten._adaptive_avg_pool2d}
