@@ -502,27 +502,6 @@ class Kernels:
             steps += [each, *shared, *[Free(held)] * len(shared), Free(len(before))]
         return steps
 
-    def _batch_norm(self, made, tensor, weight, bias, mean, variance, trains, *_, **__):
-        """Return the memory requests of `native_batch_norm`, in order: the results (`made`), and bytes of buffers.
-
-        torch's own kernel, which runs if the input has two dimensions, shares the sums of many rows between blocks of
-        threads (cuda/Normalization.cuh).
-        """
-        if tensor.dim() > 2:
-            return [*contiguous_copy(tensor, suggest_memory_format(tensor)), *made]
-        return [*made, *(_shared_sums(tensor, 4) if trains else [])]
-
-    def _batch_norm_backward(self, made, gradient, tensor, *_, **__):
-        """Return the memory requests of `native_batch_norm_backward`, in order: results (`made`), and buffers.
-
-        With two dimensions the buffers hold two sums per column; the gradients of weight and bias are made before the
-        input's (cuda/Normalization.cu: batch_norm_backward_cuda). With more dimensions cuDNN runs.
-        """
-        if tensor.dim() > 2:
-            return [*contiguous_copy(gradient, suggest_memory_format(tensor)), *made]
-        shared = _shared_sums(tensor, 2)
-        return [*[4 * tensor.shape[1]] * 2, *made[1:], *shared, *[Free(2)] * len(shared), *made[:1]]
-
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
         """Return the memory requests of `native_group_norm`, in order: the results (`made`), and bytes of buffers.
 
@@ -574,25 +553,6 @@ def _is_for_cublas(matrix: torch.Tensor) -> bool:
     (high, wide), (down, right) = matrix.shape[-2:], matrix.stride()[-2:]
     fits = (down == 1 and right >= max(1, high)) or (right == 1 and down >= max(1, wide))
     return fits or (is_non_overlapping_and_dense_or_false(matrix) if matrix.dim() == 2 else matrix.is_contiguous())
-
-
-def _shared_sums(tensor: torch.Tensor, numbers: int) -> list[Step]:
-    """Return the bytes of the buffers by which blocks of threads share the sums of a batch norm's columns.
-
-    `tensor`: the rows. `numbers`: how many numbers per column a block shares (cuda/Normalization.cuh:
-    flexible_launch_configs).
-    """
-    rows, columns = tensor.shape
-    wide = min(_power_of_2(columns), 32)
-    high = min(_power_of_2(-(-rows // 16)), 512 // wide)
-    wide = min(_power_of_2(columns), 512 // high)
-    blocks = min(-(-rows // (16 * high)), 128)
-    return [] if blocks < 8 else [4 * numbers * columns * blocks, 4 * -(-columns // wide)]
-
-
-def _power_of_2(number: int) -> int:
-    """Return the largest power of 2 up to `number`."""
-    return 1 << (number.bit_length() - 1)
 
 
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
@@ -662,8 +622,6 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._softmax_backward_data: Kernels._softmax_backward,
     aten.native_layer_norm_backward: Kernels._norm_backward,
     aten._fused_rms_norm_backward: Kernels._norm_backward,
-    aten.native_batch_norm: Kernels._batch_norm,
-    aten.native_batch_norm_backward: Kernels._batch_norm_backward,
     aten.native_group_norm: Kernels._group_norm,
     aten.roll: Kernels._roll,
     aten.native_group_norm_backward: Kernels._group_norm_backward,
