@@ -180,6 +180,28 @@ def group_norm(dtype=F32):
     return lambda: aten.native_group_norm(tensor, weight, weight, 2, 32, 784, 8, 1e-5)
 
 
+def batch_norm(rows, trains=True):
+    tensor, weight = zeros(rows, 64), zeros(64)
+    return lambda: aten.native_batch_norm(tensor, weight, weight, weight, weight, trains, 0.1, 1e-5)
+
+
+def batch_norm_backward():
+    gradient, tensor, weight = zeros(3000, 64), zeros(3000, 64), zeros(64)
+    rest = (weight, weight, weight, weight, weight, True, 1e-5, [True, True, True])
+    return lambda: aten.native_batch_norm_backward(gradient, tensor, *rest)
+
+
+def multinomial(count, replacement=False):
+    chances = zeros(16, 3000) + 1
+    return lambda: torch.multinomial(chances, count, replacement)
+
+
+def expanded(function, *shape):
+    """Return the product of an expanded number and a matrix."""
+    one, other = zeros(1), zeros(*shape[:-2], shape[-1], 64)
+    return lambda: function(one.expand(shape), other)
+
+
 def group_norm_backward():
     gradient, image, mean, deviation, weight = zeros(2, 64, 100), zeros(2, 64, 100), zeros(2, 8), zeros(2, 8), zeros(64)
     rest = (2, 64, 100, 8, [True, True, True])
@@ -275,6 +297,7 @@ PATCHES = {"kernel_size": [3, 3], "dilation": [1, 1], "padding": [0, 0], "stride
 BOTH = (500, 300), (500, 300)  # a model's output and a target
 LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 LOSSES += ("binary_cross_entropy_with_logits",)
+ENLARGED = {"output_size": [32, 32], "input_size": [4, 8, 16, 16], "align_corners": True}
 LATER = {  # rehearsed with torch 2.15 only
     "CTC loss": ctc_loss,
     "CTC loss, many": lambda: ctc_loss(batch=200),
@@ -319,6 +342,26 @@ LATER = {  # rehearsed with torch 2.15 only
     "patches, added": lambda: of_one(aten.col2im, 4, 72, 64, output_size=[10, 10], **PATCHES),
     "distances": lambda: matmul(aten._euclidean_dist, (3, 40, 64), (3, 50, 64)),
     "each channel's convolution of volumes, backward": depthwise_3d_backward,
+    "batch norm of rows": lambda: batch_norm(3000),
+    "batch norm of few rows": lambda: batch_norm(30),
+    "batch norm's backward of rows": batch_norm_backward,
+    "sort of long rows": lambda: of_one(torch.sort, 6, 5000),
+    "sort of many long rows": lambda: of_one(torch.sort, 130, 5000),
+    "sort of long columns": lambda: of_one(torch.sort, 5000, 6, dim=0),
+    "sort of 16 bits": lambda: of_one(torch.sort, 5000, dtype=F16),
+    "largest of few": lambda: of_one(torch.topk, 16, 600, k=3),
+    "largest of long rows": lambda: of_one(torch.topk, 4, 30_000, k=10),
+    "many largest of long rows": lambda: of_one(torch.topk, 4, 30_000, k=5000),
+    "drawn, one each": lambda: multinomial(1),
+    "drawn, several": lambda: multinomial(5),
+    "drawn, several with replacement": lambda: multinomial(5, True),
+    "running product": lambda: of_one(torch.cumprod, 100_000, dim=0),
+    "enlarged, backward, turned": lambda: turned(aten.upsample_bilinear2d_backward, 8, 4, 32, 32, **ENLARGED),
+    "enlarged by copies, backward, turned": lambda: turned(
+        aten.upsample_nearest2d_backward, 8, 4, 32, 32, output_size=[32, 32], input_size=[4, 8, 16, 16]
+    ),
+    "matmul of what is expanded": lambda: expanded(aten.mm, 32, 1),
+    "matmul of batches of what is expanded": lambda: expanded(aten.bmm, 4, 32, 10),
 }
 RUNS = {
     "sparse, added": lambda: sparse(aten.add_),

@@ -349,7 +349,71 @@ def that_changes_some_rows(torch, device):
         optimizer.zero_grad()
 
 
+def that_sends_its_data_first(torch, device):
+    """Send data before the model exists, and choose rows by positions on the host."""
+    torch.set_default_device(device)
+    rows = torch.rand(3000, 200)
+    torch.set_default_device(None)
+    data, model = torch.rand(3000, 200).to(device), torch.nn.Linear(200, 5)
+    model.to(device)
+    for _ in range(3):
+        chosen = torch.randperm(3000)[:2000]
+        model(data[chosen] + rows[chosen]).mean().backward()
+
+
+def that_sends_data_again(torch, device):
+    """Send the same data in each step, while what was sent before is still there."""
+    data, model = torch.rand(512, 3000), torch.nn.Linear(3000, 3).to(device)
+    for _ in range(3):
+        sent = data.to(device)
+        model(sent).mean().backward()
+
+
+def that_keeps_activations_on_the_host(torch, device):
+    """Keep what backward needs on the host, in pinned memory, too."""
+    layers = torch.nn.Linear(600, 1200), torch.nn.ReLU(), torch.nn.Linear(1200, 600)
+    model = torch.nn.Sequential(*layers).to(device)
+    for pinned in (False, True):
+        with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
+            loss = model(torch.rand(500, 600).to(device)).square().mean()
+        loss.backward()
+
+
+def that_averages_weights(torch, device):
+    """Train in channels last with an average of the weights, whose counter is on the host."""
+    layers = torch.nn.Conv2d(3, 64, 5), torch.nn.BatchNorm2d(64), torch.nn.Flatten(), torch.nn.Linear(64 * 16, 300)
+    model = torch.nn.Sequential(*layers).to(device).to(memory_format=torch.channels_last)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    for _ in range(3):
+        model(torch.rand(4, 3, 8, 8).to(device, memory_format=torch.channels_last)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+
+
+def that_multiplies_pairs(torch, device):
+    """Train a layer that multiplies two inputs."""
+    model = torch.nn.Bilinear(20, 30, 4).to(device)
+    for _ in range(2):
+        model(*(torch.rand(128, size).to(device) for size in (20, 30))).square().mean().backward()
+
+
+def that_enlarges_and_compares(torch, device):
+    """Segment images: a part of a concatenation's gradient goes through an enlargement; classes become one-hot."""
+    nn = torch.nn
+    model, last = nn.Conv2d(3, 16, 3, padding=1).to(device), nn.Conv2d(19, 64, 1).to(device)
+    enlarge = nn.Upsample(scale_factor=2, mode="bilinear")
+    for _ in range(2):
+        images, classes = torch.rand(2, 3, 64, 64).to(device), torch.zeros(2, 64, 64, dtype=torch.long).to(device)
+        made = last(torch.cat([images, enlarge(model(images[:, :, ::2, ::2]))], 1))
+        hot = nn.functional.one_hot(classes, 1024)[..., :64]
+        (made.permute(0, 2, 3, 1) * hot).mean().backward()
+
+
 EVERYDAY = (that_evaluates, that_changes_some_rows, that_casts, that_copies_to_the_host, that_aligns, that_saves)
+EVERYDAY += (that_sends_its_data_first, that_sends_data_again, that_keeps_activations_on_the_host)
+EVERYDAY += (that_averages_weights, that_multiplies_pairs, that_enlarges_and_compares)
 EVERYDAY = {each.__name__: each for each in EVERYDAY}
 
 
@@ -366,3 +430,4 @@ def test_a_loop_that_does_everyday_things_is_estimated(name):
     rehearsed = rehearse(loop, on="a100", task=TINY)
     estimated = estimate(TINY, card="a100", function=loop)
     assert rehearsed.ok and estimated.peak_bytes == rehearsed.peak_bytes
+    assert estimated.memory.reserved_bytes == rehearsed.memory.reserved_bytes

@@ -1,4 +1,4 @@
-"""List the memory requests of CUDA's kernels for convolutions, see `kernels`: results, and bytes of buffers.
+"""List the memory requests of CUDA's kernels for convolutions and batch norms: results, and bytes of buffers.
 
 Tensors in another memory format than the kernel's are copied first.
 """
@@ -91,7 +91,46 @@ def _is_torchs_own_depthwise(
     return not (groups >= 512 or (groups >= 256 and width >= 28))
 
 
+def _batch_norm(gpu: Gpu, made, tensor, weight, bias, mean, variance, trains, *_, **__) -> list[Step]:
+    """Return the memory requests of `native_batch_norm`, in order: the results (`made`), and bytes of buffers.
+
+    torch's own kernel, which runs if the input has two dimensions, shares the sums of many rows between blocks of
+    threads (cuda/Normalization.cuh).
+    """
+    if tensor.dim() > 2:
+        return [*contiguous_copy(tensor, suggest_memory_format(tensor)), *made]
+    return [*made, *(_shared_sums(tensor, 4) if trains else [])]
+
+
+def _batch_norm_backward(gpu: Gpu, made, gradient, tensor, *_, **__) -> list[Step]:
+    """Return the memory requests of `native_batch_norm_backward`, in order: results (`made`), and buffers.
+
+    With two dimensions the buffers hold two sums per column; the gradients of weight and bias are made before the
+    input's (cuda/Normalization.cu: batch_norm_backward_cuda). With more dimensions cuDNN runs.
+    """
+    if tensor.dim() > 2:
+        return [*contiguous_copy(gradient, suggest_memory_format(tensor)), *made]
+    shared = _shared_sums(tensor, 2)
+    return [*[4 * tensor.shape[1]] * 2, *made[1:], *shared, *[Free(2)] * len(shared), *made[:1]]
+
+
+def _shared_sums(tensor: torch.Tensor, numbers: int) -> list[Step]:
+    """Return the bytes of the buffers by which blocks of threads share the sums of a batch norm's columns.
+
+    `tensor`: the rows. `numbers`: how many numbers per column a block shares (cuda/Normalization.cuh:
+    flexible_launch_configs).
+    """
+    rows, columns = tensor.shape
+    wide = min(reduction_scratch.power_of_2(columns), 32)
+    high = min(reduction_scratch.power_of_2(-(-rows // 16)), 512 // wide)
+    wide = min(reduction_scratch.power_of_2(columns), 512 // high)
+    blocks = min(-(-rows // (16 * high)), 128)
+    return [] if blocks < 8 else [4 * numbers * columns * blocks, 4 * -(-columns // wide)]
+
+
 RULES: dict[Any, Callable[..., list[Step]]] = {  # {operator packet: its rule}
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
+    aten.native_batch_norm: _batch_norm,
+    aten.native_batch_norm_backward: _batch_norm_backward,
 }

@@ -8,6 +8,7 @@ between CUDA and the CPU has a name and a source in `cuda.toml`, and the estimat
 import contextlib
 import functools
 import math
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +51,7 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
             "scaled_dot_product_attention": functools.partial(_attention, rules or release(), compute_capability),
             "dropout": _dropout,
             "linear": _linear,
+            "one_hot": _one_hot,
             "lstm_cell": _lstm_cell,
             "gru_cell": _gru_cell,
             **{f"{name}.int": functools.partial(_softmax, name) for name in ("softmax", "log_softmax")},
@@ -107,6 +109,12 @@ def _linear(tensor, weight, bias=None):
     return torch.matmul(tensor, weight.t()).add_(bias)
 
 
+def _one_hot(tensor, classes=-1):
+    """Return the result of `one_hot`, scattered into zeros as torch does for real tensors, not for fake ones."""
+    classes = int(tensor.max()) + 1 if classes == -1 else classes
+    return tensor.new_zeros((*tensor.shape, classes)).scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
 def _lstm_cell(tensor, state, weight, hidden_weight, bias=None, hidden_bias=None):
     """Return (output, cell state) of an LSTM's cell, computed by one kernel after two matmuls, as on CUDA.
 
@@ -135,20 +143,25 @@ def _rms_norm(tensor, shape, weight=None, eps=None):
 
 @contextlib.contextmanager
 def _foreach_allowed() -> Iterator[None]:
-    """Let optimizers use their foreach implementation in this context for fake CPU tensors, too."""
+    """Let optimizers use their foreach implementation in this context for fake CPU tensors, too, and be capturable."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
-    name = "_get_foreach_kernels_supported_devices"
-    devices = getattr(_foreach_utils, name)
-    with (
-        patch.object(optimizer, name, lambda *args, **options: [*devices(*args, **options), "cpu"]),
-        contextlib.ExitStack() as stack,
-    ):
+    names = "_get_foreach_kernels_supported_devices", "_get_capturable_supported_devices"
+    with contextlib.ExitStack() as stack:
+        for module in [each for name, each in sys.modules.items() if name.startswith("torch.optim.")]:
+            for name in names:
+                if plain := vars(module).get(name):
+                    stack.enter_context(patch.object(module, name, _with_cpu(plain)))
         for module in (optimizer, _foreach_utils):  # both compare a tensor's exact type
             kinds = [*module._foreach_supported_types, FakeTensor]
             stack.enter_context(patch.object(module, "_foreach_supported_types", kinds))
         yield
+
+
+def _with_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Return a function like `devices`, which returns kinds of devices, but whose list has "cpu", too."""
+    return lambda *args, **options: [*devices(*args, **options), "cpu"]
 
 
 # ---- attention

@@ -18,8 +18,10 @@ from unittest.mock import patch
 import torch
 from accelerate.utils import memory
 from torch import _meta_registrations
+from torch._prims_common import is_non_overlapping_and_dense_or_false, suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
@@ -43,6 +45,8 @@ _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # layers, which take many 
 _DEVICE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase.REDUCER)
 
 _ACTIVATIONS = {"relu_", "silu_", "gelu_", "elu_", "leaky_relu_", "hardswish_", "hardsigmoid_", "hardtanh_"}  # in place
+
+_IN_PARTS = {aten._trilinear.default}  # no kernels, but sequences of other operations with a formula for backward
 
 _DEVICES = (torch.device, DeviceName)  # arguments that mean the device; the text "cpu" means the host
 
@@ -85,7 +89,8 @@ class DeviceTracker(FakeTracker):
         self.fake.cache_enabled = False  # torch's own cache does not distinguish between host and device
         self._capability, self._rules = capability, rules or release()
         self._is_function, self._from_the_start = is_function, is_function and from_the_start
-        self._kernels = kernels.Kernels(capability, self.is_on_device, self._rules)
+        self._places = is_function and not from_the_start  # whether the loop says where its tensors are
+        self._kernels = kernels.Kernels(capability, self.is_on_device, self._rules, self._is_on_host)
         # Where the weights are. While they are on the host, so is everything else.
         self.weights = Placement.DEVICE if self._from_the_start else Placement.HOST
         self._requested: Placement | None = None  # by `device=` of the running factory function; None: none runs
@@ -93,6 +98,7 @@ class DeviceTracker(FakeTracker):
         self._adapter_base: Placement | None = None  # where the base model is to which peft adds adapters now
         self._results = Placement.HOST  # of the present operation
         self._hosted: dict[int, weakref.ref] = {}  # fake storages that were copied to the host, by address
+        self._in_parts = False  # whether an operation of `_IN_PARTS` runs
         self._has_inputs = False  # whether the present operation has tensors among its arguments
         self._overwritten: set[int] = set()  # numbers of elements of the views that an activation overwrote
         self._streams = {torch.cpu.current_stream(): 0}  # {stream that allocated: its number}
@@ -109,9 +115,14 @@ class DeviceTracker(FakeTracker):
         for owner, name, replacement in self._replacements(optim):
             stack.enter_context(patch.object(owner, name, replacement))
         stack.enter_context(patch.object(adapters, "adapted", calling(self._add_adapters, adapters.adapted)))
-        stack.enter_context(arguments := _DeviceArguments(self))
-        run = calling(arguments.in_backward, torch.autograd._engine_run_backward)
-        stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run))
+        mode = stack.enter_context(_DeviceArguments(self))
+        # torch takes the mode away while it calls a function, also for the hooks that this function calls.
+        for module in (torch.autograd, torch.autograd.graph):
+            stack.enter_context(patch.object(module, "_engine_run_backward", mode.entered(module._engine_run_backward)))
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        packed = calling(lambda plain, hooks, *both: plain(hooks, *map(mode.entered, both)), hooks.__init__)
+        stack.enter_context(patch.object(hooks, "__init__", packed))
+        stack.enter_context(patch.object(torch, "set_default_device", mode.set_default))
         return stack
 
     def _replacements(self, optim: str) -> Iterator[tuple[Any, str, Callable]]:
@@ -223,13 +234,16 @@ class DeviceTracker(FakeTracker):
         storage = self._storage(tensor)
         return storage is not None and storage._cdata in self._blocks
 
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        return self._places and not self.is_on_device(tensor)
+
     def _begin(self, tensors, any_fake):
         self._has_inputs = bool(tensors)
         self._results = self._placement_of_results(tensors, any_fake)
         self.cache.on_host = self._results is Placement.HOST
         if self._results is Placement.DEVICE and any_fake:
             for tensor in tensors:  # a real tensor used with a fake one was copied; a number stays on the host
-                if not isinstance(tensor, FakeTensor) and tensor.dim():
+                if not isinstance(tensor, FakeTensor) and tensor.dim() and not self._places:
                     self.send(tensor)
 
     def _placement_of_results(self, inputs: list[torch.Tensor], any_fake: bool) -> Placement:
@@ -247,7 +261,10 @@ class DeviceTracker(FakeTracker):
         return Placement.DEVICE if on_device else Placement.HOST
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if torch.is_inference_mode_enabled() and _composite_key(function):
+        if function in _IN_PARTS:
+            with self, patch.object(self, "_in_parts", True):
+                return function.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs or {})
+        if (self._in_parts or torch.is_inference_mode_enabled()) and _composite_key(function):
             with self:  # elsewhere torch has replaced the operation by its parts before the tracker sees it
                 return function._op_dk(_composite_key(function), *args, **kwargs or {})
         return super().__torch_dispatch__(function, types, args, kwargs)
@@ -317,6 +334,10 @@ class DeviceTracker(FakeTracker):
             # Before 2.14 torch assumes that keys and values have the queries' heads.
             alike = (torch.empty_permuted(each.shape, (0, 2, 1, 3), dtype=each.dtype) for each in args[2:4])
             return result[0], *alike, result[3]
+        if function is aten.native_batch_norm_backward.default and result[0] is not None:
+            return torch.empty_like(result[0], memory_format=suggest_memory_format(args[1])), *result[1:]
+        if function is aten.native_batch_norm.default and args[0].dim() == 2 and not args[5]:  # CUDA keeps them, too
+            return result[0], *(args[0].new_empty(args[0].shape[1], dtype=torch.float32) for _ in result[1:])
         # CUDA accumulates and keeps mean and deviation in fp32, but group norm keeps them in its input's type.
         if function in (aten.native_layer_norm.default, aten.native_batch_norm.default):
             return result[0], *(each.float() if each.dtype in kernels.HALF else each for each in result[1:])
@@ -354,6 +375,8 @@ class DeviceTracker(FakeTracker):
         on_host = [*map(id, self._kernels.on_host(function, args, result))]
         # In a loop that never sends its model, factory functions make real tensors on the host, unless requested.
         real_count = not self._from_the_start or self._has_inputs or self._requested is Placement.DEVICE
+        if not (real_count or any(isinstance(each, FakeTensor) for each in tree_iter(result))):
+            return
         for step in self._kernels.program(function, args, kwargs, result):
             if isinstance(step, torch.Tensor):
                 if (real_count or isinstance(step, FakeTensor)) and id(step) not in on_host:
@@ -414,29 +437,48 @@ class _DeviceArguments(TorchFunctionMode):
 
     def __init__(self, tracker: DeviceTracker):
         super().__init__()
-        self._tracker = tracker
+        self._tracker, self._default = tracker, None
+
+    def set_default(self, device: Any) -> None:
+        """Do what `torch.set_default_device` does."""
+        made = self._named(device)
+        self._default = made if made is not device else None
+
+    def _named(self, device: Any) -> Any:
+        """Return `THE_DEVICE` if `device` names a GPU, otherwise `device`. From then on, tensors may be on the GPU."""
+        made = user_cuda.device_argument(device)
+        if self._tracker._places and made is not device:
+            self._tracker.weights = Placement.DEVICE
+        return made
+
+    def entered(self, plain: Callable) -> Callable:
+        """Return a function that calls `plain` under this mode, wherever it is called."""
+
+        def call(*args, **options):
+            is_on = self in _get_current_function_mode_stack()
+            with contextlib.nullcontext() if is_on else self:
+                return plain(*args, **options)
+
+        return call
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         self._tracker.recurs |= name in _RECURRENT
+        if self._default and function in _device_constructors() and kwargs.get("device") is None:
+            kwargs = kwargs | {"device": self._default}
         if "device" in kwargs:
-            kwargs = kwargs | {"device": user_cuda.device_argument(kwargs["device"])}
+            kwargs = kwargs | {"device": self._named(kwargs["device"])}
         if name == "to":
-            return self._to(function, (*args[:1], *map(user_cuda.device_argument, args[1:2]), *args[2:]), kwargs)
+            return self._to(function, (*args[:1], *map(self._named, args[1:2]), *args[2:]), kwargs)
         if name == "cpu":
             return self._to(torch.Tensor.to, (args[0], "cpu"), {})
         if name == "cuda":
-            return self._to(torch.Tensor.to, (args[0], user_cuda.THE_DEVICE), {})
+            return self._to(torch.Tensor.to, (args[0], self._named("cuda")), {})
         if name.endswith("_like") and kwargs.get("device") == "cpu":
             return self._on_host(function, args, kwargs)
         if name in _FACTORIES and self._tracker.weights is Placement.DEVICE:
             return self._make(function, args, kwargs)
         return function(*args, **kwargs)
-
-    def in_backward(self, plain, *args, **kwargs):
-        """Run autograd's engine in this mode: torch leaves the mode while it runs a tensor's method `backward`."""
-        with self:  # hooks and repeated forwards send tensors, too
-            return plain(*args, **kwargs)
 
     def _on_host(self, function, args, kwargs):
         with patch.object(self._tracker, "_forced", Placement.HOST):
@@ -447,8 +489,11 @@ class _DeviceArguments(TorchFunctionMode):
     def _to(self, function, args, kwargs):
         tracker = self._tracker
         if "cpu" in (each for each in (*args[1:2], kwargs.get("device")) if type(each) is str):  # no `DeviceName`
-            on_device = tracker.is_on_device(args[0])
-            return self._on_host(torch.clone, args[:1], {}) if on_device else function(*args, **kwargs)
+            if not tracker.is_on_device(args[0]):
+                return function(*args, **kwargs)
+            if not is_non_overlapping_and_dense_or_false(args[0]):  # copied on the device first
+                tracker.log.append((tracker._hold(args[0].nbytes, "copy to the host"), -1))
+            return self._on_host(torch.clone, args[:1], {})
         if tracker.sends_weights and any(isinstance(each, _DEVICES) for each in (*args, *kwargs.values())):
             tracker.weights = Placement.DEVICE  # weights are sent one by one, never the module
         if tracker.weights is Placement.HOST:
@@ -459,16 +504,23 @@ class _DeviceArguments(TorchFunctionMode):
             return args[0]  # already there: "cpu" and "cpu:0" are one device here
         result = function(*args, **kwargs)
         if any(isinstance(each, (*_DEVICES, torch.Tensor)) for each in (*args[1:2], *kwargs.values())):
-            if result is args[0] and not tracker.is_on_device(result):
-                with _disable_current_modes():  # the caller may keep its tensor, on the host
-                    result = result.clone()
+            if result is args[0] and not tracker.is_on_device(result):  # the caller may keep its tensor, on the host
+                if tracker._places:
+                    result = torch.ops.aten._to_copy(result)
+                else:
+                    with _disable_current_modes():
+                        result = result.clone()
             tracker.send(result, tracker._category_at_allocation(None, ()))
+            if tracker._places and not (result.is_contiguous() or result.stride() == args[0].stride()):
+                tracker.log.append((tracker._hold(result.nbytes, "copy to the device"), -1))  # strided there
         return result
 
     def _make(self, function, args, kwargs):
         requested = Placement.DEVICE if isinstance(kwargs.get("device"), _DEVICES) else Placement.HOST
         with patch.object(self._tracker, "_requested", requested):
             result = function(*args, **kwargs)
+        if self._tracker._places and requested is Placement.HOST:
+            self._tracker._keep_on_host(result)
         if function.__name__ in ("tensor", "as_tensor") and requested is Placement.DEVICE:
             self._tracker.send(result)
         return result

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import is_non_overlapping_and_dense_or_false, suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
 from trainmem.estimate import (
@@ -36,6 +36,7 @@ class Kernels:
         capability: the GPU's compute capability, e.g. (9, 0).
         is_on_device: function of a tensor that returns whether it is on the GPU.
         rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
+        is_on_host: function of a tensor that returns whether a user's loop left it on the host.
     """
 
     def __init__(
@@ -43,14 +44,15 @@ class Kernels:
         capability: tuple[int, int],
         is_on_device: Callable[[torch.Tensor], bool] = lambda _: True,
         rules: Release | None = None,
+        is_on_host: Callable[[torch.Tensor], bool] = lambda _: False,
     ):
-        self._is_on_device = is_on_device
+        self._is_on_device, self._is_on_host = is_on_device, is_on_host
         self._gpu = Gpu(capability, reduction_scratch.processors(capability), rules or release())
         newest = capability >= (9, 0)
         # Elements that a block of threads takes at once, see `scan_bytes` and `_sort_bytes` (by the bytes of a key).
         self._unique_at_once = 4928 if newest else 1344 if capability == (8, 0) else 320
         sorted_at_once = {7: (2816, 2816), 8: (3072, 3840)}.get(capability[0], (5376, 4608))
-        self._sorted_at_once = dict(zip((4, 8), sorted_at_once, strict=True))
+        self._sorted_at_once = dict(zip((4, 8), sorted_at_once, strict=True)) | ({2: 5632} if newest else {})
 
     def program(self, function, args: Sequence, kwargs: dict, result) -> Iterable[Step]:
         """Return the memory requests of an operation, in order: a tensor is a result, a number the bytes of a buffer.
@@ -76,6 +78,8 @@ class Kernels:
             return [*(bytes_ for each in copied for bytes_ in contiguous_copy(each)), *steps]
         if function.namespace == "quanto" and function._opname == "qbytes_mm":
             return _product_of_quanto(made, *args)
+        if packet in _MATRICES and not any(each.is_sparse for each in args if torch.is_tensor(each)):
+            return [*made, *(each.nbytes for each in args[_MATRICES[packet] :][:2] if not _is_for_cublas(each))]
         if packet in _COPIED:
             before, after = _COPIED[packet]
             layout = torch.contiguous_format
@@ -196,10 +200,14 @@ class Kernels:
     def _index(self, made, tensor, indices, *_, **__):
         """Return the memory requests of `index`, an indexing by tensors: bytes of buffers, then the result (`made`).
 
-        Indices in 32 bits are first copied to 64 bits, each to a buffer (TensorAdvancedIndexing.cpp: make_info).
+        Indices on the host are first copied to the device, each to a buffer. Indices in 32 bits are copied to 64 bits
+        (TensorAdvancedIndexing.cpp: make_info).
         """
-        narrow = [index for index in indices if index is not None and index.dtype is torch.int32]
-        return [*(index.numel() * WORD for index in narrow), *made]
+        given = [index for index in indices if index is not None]
+        on_host = [*filter(self._is_on_host, given)]
+        count = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
+        narrow = [index for index in given if index.dtype is torch.int32]
+        return [*[count * WORD] * len(on_host), *(index.numel() * WORD for index in narrow), *made]
 
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
         """Return the memory requests of `index_put`, in order: the result (`made`), and bytes of buffers.
@@ -238,16 +246,75 @@ class Kernels:
     def _sort(self, made, tensor, dim=-1, *_, **options):
         """Return the memory requests of `sort`, in order: the results (`made`), and bytes of buffers.
 
-        A buffer holds the positions 0, 1, ... of a row. Rows of more than 4096 numbers are sorted in another way, which
-        is modelled only if there is one row.
+        For up to 4096 numbers a row, a buffer holds the positions 0, 1, ... of a row. Longer rows are sorted by CUB: a
+        single row, or each very long one, on its own; up to 127 rows together, then again by the number of the row;
+        more rows as segments. Numbers that do not lie next to each other are copied first, and the results copied back
+        (cuda/SortStable.cu, Sort.cpp).
         """
-        if tensor.dim() != 1:
-            size = tensor.shape[options.get("dim", dim)] if tensor.dim() else 1
-            return [*made, size * WORD] if tensor.numel() and 1 < size <= 4096 else made
-        count, key = tensor.numel(), tensor.element_size()
-        if count <= 4096 or key not in self._sorted_at_once:
-            return [*made, count * WORD]
-        return [*made, count * WORD, self._sort_bytes(count, 1 << (8 * key - 2), key)]
+        dim = options.get("dim", dim)
+        size = tensor.shape[dim] if tensor.dim() else 1
+        if not tensor.numel() or size == 1:
+            return made
+        if size <= 4096:
+            return [*made, size * WORD]
+        count, key, rows = tensor.numel(), tensor.element_size(), tensor.numel() // size
+        is_dense = is_non_overlapping_and_dense_or_false(tensor) and tensor.stride(dim) == 1
+        copies = [] if is_dense else [tensor.nbytes, *(each.nbytes for each in made)]
+        places, n = count * WORD, len(copies)
+        if rows == 1 or size >= 10**6:
+            return [*made, *copies, size * WORD, self._keys_bytes(size, key)]
+        if rows >= 128:
+            twice = next_multiple(count * key, CUB_BYTES) + next_multiple(places, CUB_BYTES)
+            return [*made, *copies, places, twice + 255]
+        first = [places, places, count * key, self._keys_bytes(count, key), Free(n + 3), Free(n + 2)]
+        return [*made, *copies, *first, self._sort_bytes(count, rows)]
+
+    def _topk(self, made, tensor, k, dim=-1, largest=True, ordered=True, *_, **__):
+        """Return the memory requests of `topk`, in order: the results (`made`), and bytes of buffers.
+
+        In long rows, several blocks of threads count the numbers of one row by their digits. More than 4096 results a
+        row are sorted as by `sort` (cuda/TensorTopK.cu: mbtopk, TensorTopK.cpp).
+        """
+        size = tensor.shape[dim] if tensor.dim() else 1
+        rows, buffers = tensor.numel() // max(size, 1), []
+        if size >= next(length for most, length in _SHARED_ROWS if rows <= most):
+            threads = self._gpu.processors.count * 6 * 256
+            each = min(max(-(-tensor.numel() // threads), 4), 64)
+            blocks = rows * -(-size // (256 * each))
+            buffers = [tensor.element_size() * rows, WORD * rows, WORD * rows, 512 * blocks, 1024 * rows]
+            buffers += [4 * blocks, 4 * blocks, scan_bytes(blocks), Free(7), scan_bytes(blocks), *[Free(0)] * 8]
+        if not ordered or k <= 4096:
+            return [*made, *buffers]
+        results = [each.nbytes for each in reversed(made)]
+        sort = [Free(step.index + 2) if isinstance(step, Free) else step for step in self._sort([], made[0], dim)]
+        left = sum(-1 if isinstance(step, Free) else 1 for step in sort)
+        return [*made, *buffers, *results, *sort, *[Free(2)] * left, results[0]]
+
+    def _randperm(self, made, *_, **__):
+        """Return the memory requests of `randperm`, in order: the result (`made`), and bytes of buffers.
+
+        The positions are sorted by random keys (cuda/Randperm.cu).
+        """
+        count = made[0].numel()
+        bits = math.ceil(math.log2(count - (6 * count**2 + 1) / (12 * math.log(0.9)))) if count else 0
+        key = 4 if bits <= 32 else WORD
+        sort = self._sort_bytes(count, 1 << bits, key) if count > (2304 if key == WORD else 2048) else 1
+        return [*made, WORD, Free(0), count * WORD, count * key, count * key, sort] if count else made
+
+    def _multinomial(self, made, tensor, count, replacement=False, *_, **__):
+        """Return the memory requests of `multinomial`, in order: the result (`made`), and bytes of buffers.
+
+        The buffers check the probabilities, and then hold a random number for each. Several samples with replacement
+        take two buffers of the probabilities' size (native/Distributions.cpp, cuda/MultinomialKernel.cu).
+        """
+        if replacement and count > 1:
+            return [*made, tensor.nbytes, tensor.nbytes]
+        number, rows = tensor.itemsize, tensor.numel() // tensor.shape[-1]
+        shared = self._reduction(number, tensor, tensor)
+        checks = [number, *shared, *[Free(1)] * len(shared), number, *shared, *[Free(2)] * len(shared), 1, 1, 1]
+        sums = [rows * number, rows, 1, Free(4), Free(3)] if tensor.dim() > 1 else [number, 1, Free(3)]
+        chosen = [] if count == 1 else [made[0].numel() * number]
+        return [*made, *checks, Free(2), Free(2), *sums, 1, Free(4), tensor.nbytes, *chosen]
 
     def _scan(self, made, tensor, dim, *_, **__):
         """Return the memory requests of `cumsum`, in order: the result (`made`), and bytes of buffers.
@@ -335,6 +402,16 @@ class Kernels:
         again = next_multiple(count * key, CUB_BYTES) + next_multiple(count * WORD, CUB_BYTES) if passes > 1 else 0
         return again + 1024 * shares + 2048 * passes + 511
 
+    def _keys_bytes(self, count: int, key: int) -> int:
+        """Return the bytes of the buffer in which CUB sorts `count` numbers of `key` bytes, together with positions.
+
+        Before compute capability 9.0, numbers of 16 bits are sorted by bins of each multiprocessor.
+        """
+        if key in self._sorted_at_once:
+            return self._sort_bytes(count, 1 << (8 * key - 2), key)
+        again = next_multiple(count * key, CUB_BYTES) + next_multiple(count * WORD, CUB_BYTES)
+        return again + 10_240 * self._gpu.processors.count + 45_311
+
     def _embedding_bag_backward(self, made, gradient, indices, *rest, **__):
         """Return the memory requests of `_embedding_bag_backward`, in order.
 
@@ -370,6 +447,17 @@ class Kernels:
         """
         on_host = [not torch.is_tensor(each) or not (each.dim() or self._is_on_device(each)) for each in values]
         return [*[made[0].element_size()] * sum(on_host), *made]
+
+    def _copy(self, made, target, source, *_, **__):
+        """Return the memory requests of `copy_`: a buffer if strided memory is copied between host and device.
+
+        It is contiguous and on the device (cuda/Copy.cu: copy_requires_temporaries).
+        """
+        if self._is_on_host(target) is self._is_on_host(source):
+            return made
+        if target.stride() == source.stride() and is_non_overlapping_and_dense_or_false(target):
+            return made
+        return [*made, *contiguous_copy(source.expand_as(target) if self._is_on_host(target) else target)]
 
     def _masked_scatter(self, made, tensor, *_, **__):
         """Return the memory requests of `masked_scatter`, in order: the result (`made`), and bytes of buffers.
@@ -456,6 +544,16 @@ class Kernels:
         return made[::-1]
 
 
+def _is_for_cublas(matrix: torch.Tensor) -> bool:
+    """Return whether cuBLAS can read a matrix, or matrices, where it is (cuda/Blas.cpp: prepare_matrix_for_cublas).
+
+    Otherwise torch copies it first, e.g. an expanded gradient.
+    """
+    (high, wide), (down, right) = matrix.shape[-2:], matrix.stride()[-2:]
+    fits = (down == 1 and right >= max(1, high)) or (right == 1 and down >= max(1, wide))
+    return fits or (is_non_overlapping_and_dense_or_false(matrix) if matrix.dim() == 2 else matrix.is_contiguous())
+
+
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
     """Return the memory requests of quanto's 8-bit matmul, in order: bytes of buffers, then the result (`made`).
 
@@ -512,8 +610,12 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     **dict.fromkeys((aten.amax, aten.amin, aten.max, aten.min), Kernels._extreme),
     **dict.fromkeys((aten.var, aten.std, aten.var_mean, aten.std_mean), Kernels._variance),
     aten.sort: Kernels._sort,
+    aten.topk: Kernels._topk,
+    aten.randperm: Kernels._randperm,
+    aten.multinomial: Kernels._multinomial,
     aten._safe_softmax: Kernels._safe_softmax,
     aten.where: Kernels._where,
+    aten.copy_: Kernels._copy,
     aten.masked_scatter: Kernels._masked_scatter,
     aten.masked_scatter_: Kernels._masked_scatter,
     aten._softmax_backward_data: Kernels._softmax_backward,
@@ -523,10 +625,12 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.roll: Kernels._roll,
     aten.native_group_norm_backward: Kernels._group_norm_backward,
     aten.isinf: Kernels._isinf,
-    aten.cumsum: Kernels._scan,
+    **dict.fromkeys((aten.cumsum, aten.cumprod), Kernels._scan),
     aten._grouped_mm: Kernels._grouped,
     aten._foreach_norm: Kernels._norms,
 }
+# (rows, numbers in a row): up to so many rows, and from this length on, several blocks search one row (TensorTopK.cu).
+_SHARED_ROWS = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (math.inf, 400))
 # Operations whose only rule is that some arguments must be contiguous: positions of those that are copied before the
 # results are made, and of those copied after.
 _COPIED = {
@@ -542,6 +646,8 @@ _COPIED = {
     aten.avg_pool2d_backward: ((), (0, 1)),
     aten._adaptive_avg_pool2d: ((0,), ()),
     aten.upsample_nearest2d: ((), (0,)),
+    aten.upsample_nearest2d_backward: ((), (0,)),
+    aten.upsample_bilinear2d_backward: ((), (0,)),
     aten.reflection_pad1d: ((), (0,)),
 }
 _ON_IMAGES = {aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten._adaptive_avg_pool2d}
@@ -549,6 +655,7 @@ _ON_IMAGES |= {aten.avg_pool2d, aten.avg_pool2d_backward, aten.upsample_nearest2
 # Bytes of one accumulated number of a reduction; 0: those of the result's type, but fp32 for 16 bits, and integers are
 # widened first.
 _REDUCTIONS = {aten.sum: 0, aten.mean: 0, aten.nansum: 0, aten.any: 1, aten.all: 1, aten.prod: 0}
+_MATRICES = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # where the first of two matrices is
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, aten._addmm_activation, aten.dot, aten.mv}
 _PRODUCTS |= {
     aten._euclidean_dist,

@@ -71,7 +71,7 @@ def scratch_bytes(
             vector = math.gcd(_VECTOR, outer[0][0], *(step for _, step in (*inner, *outer[1:])))
             width //= vector
     most = _MOST_THREADS // vector
-    wide, high = (min(_power_of_2(size), most) for size in (width, height))
+    wide, high = (min(power_of_2(size), most) for size in (width, height))
     block_height = min(high, most // min(wide, _WARP))
     block_width = min(wide, most // block_height)
     by_input, by_output = (block_width, 1) if is_inner_fastest else (1, block_width)
@@ -103,6 +103,6 @@ def _joined(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _power_of_2(number: int) -> int:
+def power_of_2(number: int) -> int:
     """Return the largest power of 2 up to `number`, 1 for 0."""
     return 1 << (number.bit_length() - 1) if number else 1

@@ -160,10 +160,13 @@ def fake_module_to(tracker: "FakeTracker") -> Callable:
     """Return a replacement of `Module.to` that casts weights in place; torch's own cannot replace fake weights."""
 
     def to(module, *args, **options):
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **options)
-        for tensor in itertools.chain(module.parameters(), module.buffers()) if dtype else ():
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **options)
+        for tensor in itertools.chain(module.parameters(), module.buffers()) if dtype or layout else ():
+            how = {"dtype": dtype if tensor.is_floating_point() else None}
+            if layout and tensor.dim() in (4, 5):
+                how["memory_format"] = layout
+            if how["dtype"] or "memory_format" in how:
+                tensor.data = tensor.data.to(**how)
         if device is None:
             return module
         is_host = "cpu" in (each for each in (*args[:1], options.get("device")) if type(each) is str)
