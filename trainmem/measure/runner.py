@@ -88,7 +88,7 @@ class Runner:
                 name; None: the optimizer that `optim` names.
             measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
                 meter, losses kept), or both; each has its own fresh subprocess, and "memory" usually has two: for the
-                peak, then for the breakdown by category. "peak" is "memory" without the breakdown, in half the time.
+                peak, then for the breakdown by category. "peak" is "memory" without the breakdown, in one.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
             steps: optimizer steps to time; None: the profile's.
             timeout: seconds per experiment; None: the runner's.
