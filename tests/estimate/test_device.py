@@ -19,7 +19,8 @@ from trainmem.core.training import Experiment
 from trainmem.estimate import cuda, peak_memory
 from trainmem.estimate.allocator import workspace_bytes
 from trainmem.estimate.allocator_settings import is_since, release
-from trainmem.estimate.device import DeviceTracker, Placement
+from trainmem.estimate.device import DeviceTracker
+from trainmem.estimate.device_arguments import Placement
 from trainmem.estimate.memory_estimate import Device
 from trainmem.measure import processes
 from trainmem.records import Category, Phase

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from trainmem.estimate.allocator_settings import RELEASES, is_since, release
-from trainmem.estimate.device import DeviceTracker, Placement
+from trainmem.estimate.device import DeviceTracker
+from trainmem.estimate.device_arguments import Placement
 from trainmem.measure import processes
 
 

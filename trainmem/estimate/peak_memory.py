@@ -240,7 +240,8 @@ def _traced(
         tracker.routing = routing
         return trace.follow(experiment, tracker)
     from trainmem.estimate import cuda
-    from trainmem.estimate.device import DeviceTracker, NotSent, Placement
+    from trainmem.estimate.device import DeviceTracker, NotSent
+    from trainmem.estimate.device_arguments import Placement
 
     capability, rules = device.compute_capability, device.rules or release()
     cache = OperationCache(known, f"cuda, torch {rules.torch}")
