@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 12_600, 93),
+    ("trainmem", ["trainmem/**/*.py"], 12_609, 94),
     ("  core", ["trainmem/core/*.py"], 2_166, 15),
     ("  measure", ["trainmem/measure/*.py"], 2_197, 15),
-    ("  estimate", ["trainmem/estimate/*.py"], 4_615, 34),
+    ("  estimate", ["trainmem/estimate/*.py"], 4_624, 35),
     ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_476, 12),
     ("  advise", ["trainmem/advise/*.py"], 1_129, 8),
     ("  what all share", ["trainmem/*.py"], 1_148, 9),
