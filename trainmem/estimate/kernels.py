@@ -20,11 +20,12 @@ from trainmem.estimate import (
     loss_kernels,
     quantized_kernels,
     reduction_scratch,
+    sort_kernels,
     sparse,
 )
-from trainmem.estimate.allocator import next_multiple, workspace_bytes
+from trainmem.estimate.allocator import workspace_bytes
 from trainmem.estimate.allocator_settings import LT_WORKSPACE_BYTES, WORKSPACES, Release, release
-from trainmem.estimate.attention_kernels import CUB_BYTES, HALF, WORD, Free, Gpu, Step, contiguous_copy, scan_bytes
+from trainmem.estimate.attention_kernels import HALF, WORD, Free, Gpu, Step, contiguous_copy, scan_bytes
 
 aten = torch.ops.aten
 
@@ -48,11 +49,6 @@ class Kernels:
     ):
         self._is_on_device, self._is_on_host = is_on_device, is_on_host
         self._gpu = Gpu(capability, reduction_scratch.processors(capability), rules or release())
-        newest = capability >= (9, 0)
-        # Elements that a block of threads takes at once, see `scan_bytes` and `_sort_bytes` (by the bytes of a key).
-        self._unique_at_once = 4928 if newest else 1344 if capability == (8, 0) else 320
-        sorted_at_once = {7: (2816, 2816), 8: (3072, 3840)}.get(capability[0], (5376, 4608))
-        self._sorted_at_once = dict(zip((4, 8), sorted_at_once, strict=True)) | ({2: 5632} if newest else {})
 
     def program(self, function, args: Sequence, kwargs: dict, result) -> Iterable[Step]:
         """Return the memory requests of an operation, in order: a tensor is a result, a number the bytes of a buffer.
@@ -161,41 +157,7 @@ class Kernels:
         copy = [tensor.numel() * made.element_size()] if casts else []
         return copy + reduction_scratch.scratch_bytes(tensor.shape, tensor.stride(), dims, self._gpu.processors, wider)
 
-    # ---- sorts, and operations that sort
-
-    def _embedding_backward(
-        self, made, gradient, indices, weights, padding, scale_by_frequency, *_, in_parts=False, **__
-    ):
-        """Return the memory requests of `embedding_dense_backward`, in order.
-
-        A tensor is a result (`made`), a number is the bytes of a buffer, and a `Free` releases a buffer. Up to 3072
-        indices are not sorted, unless `scale_by_frequency` is True. More indices are sorted in buffers before the
-        result is allocated. Then up to 10 gradients of equal indices are added to one partial sum in fp32, and the
-        partial sums of equal indices are added to the row of the index. One buffer holds all partial sums. If the
-        indices name few rows, and each row often, there are no partial sums: the gradients are added to the rows
-        directly, in an fp32 buffer if the result has 16 bits. `in_parts`: always use partial sums.
-        Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
-        """
-        count, width = indices.numel(), gradient.shape[-1]
-        copies = [*contiguous_copy(gradient), *contiguous_copy(indices)]
-        if count <= 3072 and not scale_by_frequency:
-            return [*copies, *made]
-        rows = min(count, weights)
-        sums = count // 10 + rows
-        first = len(copies)
-        ordered = [count * WORD] * 3 + [
-            self._sort_bytes(count, weights) if count > 2304 else 1,
-            Free(first + 3),
-            Free(first + 2),
-        ]
-        differ = scan_bytes(count, self._unique_at_once)
-        unique = [count * WORD, WORD, count * WORD, differ, Free(first + 5), Free(first + 4)]
-        parts = [rows * WORD, rows * WORD, scan_bytes(rows), Free(first + 6), WORD, sums * WORD]
-        if not in_parts and rows < 4 * self._gpu.processors.count and count // 10 > 3 * rows:
-            parts += [sums * WORD, *([weights * width * 4] if gradient.dtype in HALF else [])]
-        else:
-            parts += [sums * width * 4]
-        return [*copies, *ordered, *made, *unique, *parts]
+    # ---- indexing, scans and reductions
 
     def _index(self, made, tensor, indices, *_, **__):
         """Return the memory requests of `index`, an indexing by tensors: bytes of buffers, then the result (`made`).
@@ -227,7 +189,7 @@ class Kernels:
         checks = [step for index in positions for step in self._bounds(index)] if is_checked else []
         count = math.prod(torch.broadcast_shapes(*(index.shape for index in positions)))
         rows = math.prod(size for size, index in zip(tensor.shape, indices, strict=False) if index is not None)
-        sort = self._sort_bytes(count, rows) if count > 2304 else 1
+        sort = sort_kernels.sort_bytes(self._gpu, count, rows) if count > 2304 else 1
         each = count * WORD
         place = [each, each, Free(0), *[each, each, Free(1), Free(1)] * (len(positions) - 1)]
         return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
@@ -242,79 +204,6 @@ class Kernels:
             index.shape, index.stride(), range(index.dim()), self._gpu.processors, 2 * WORD
         )
         return [WORD, WORD, *shared, *[Free(2)] * len(shared), 1, Free(2), 1, Free(2), Free(1), Free(0)]
-
-    def _sort(self, made, tensor, dim=-1, *_, **options):
-        """Return the memory requests of `sort`, in order: the results (`made`), and bytes of buffers.
-
-        For up to 4096 numbers a row, a buffer holds the positions 0, 1, ... of a row. Longer rows are sorted by CUB: a
-        single row, or each very long one, on its own; up to 127 rows together, then again by the number of the row;
-        more rows as segments. Numbers that do not lie next to each other are copied first, and the results copied back
-        (cuda/SortStable.cu, Sort.cpp).
-        """
-        dim = options.get("dim", dim)
-        size = tensor.shape[dim] if tensor.dim() else 1
-        if not tensor.numel() or size == 1:
-            return made
-        if size <= 4096:
-            return [*made, size * WORD]
-        count, key, rows = tensor.numel(), tensor.element_size(), tensor.numel() // size
-        is_dense = is_non_overlapping_and_dense_or_false(tensor) and tensor.stride(dim) == 1
-        copies = [] if is_dense else [tensor.nbytes, *(each.nbytes for each in made)]
-        places, n = count * WORD, len(copies)
-        if rows == 1 or size >= 10**6:
-            return [*made, *copies, size * WORD, self._keys_bytes(size, key)]
-        if rows >= 128:
-            twice = next_multiple(count * key, CUB_BYTES) + next_multiple(places, CUB_BYTES)
-            return [*made, *copies, places, twice + 255]
-        first = [places, places, count * key, self._keys_bytes(count, key), Free(n + 3), Free(n + 2)]
-        return [*made, *copies, *first, self._sort_bytes(count, rows)]
-
-    def _topk(self, made, tensor, k, dim=-1, largest=True, ordered=True, *_, **__):
-        """Return the memory requests of `topk`, in order: the results (`made`), and bytes of buffers.
-
-        In long rows, several blocks of threads count the numbers of one row by their digits. More than 4096 results a
-        row are sorted as by `sort` (cuda/TensorTopK.cu: mbtopk, TensorTopK.cpp).
-        """
-        size = tensor.shape[dim] if tensor.dim() else 1
-        rows, buffers = tensor.numel() // max(size, 1), []
-        if size >= next(length for most, length in _SHARED_ROWS if rows <= most):
-            threads = self._gpu.processors.count * 6 * 256
-            each = min(max(-(-tensor.numel() // threads), 4), 64)
-            blocks = rows * -(-size // (256 * each))
-            buffers = [tensor.element_size() * rows, WORD * rows, WORD * rows, 512 * blocks, 1024 * rows]
-            buffers += [4 * blocks, 4 * blocks, scan_bytes(blocks), Free(7), scan_bytes(blocks), *[Free(0)] * 8]
-        if not ordered or k <= 4096:
-            return [*made, *buffers]
-        results = [each.nbytes for each in reversed(made)]
-        sort = [Free(step.index + 2) if isinstance(step, Free) else step for step in self._sort([], made[0], dim)]
-        left = sum(-1 if isinstance(step, Free) else 1 for step in sort)
-        return [*made, *buffers, *results, *sort, *[Free(2)] * left, results[0]]
-
-    def _randperm(self, made, *_, **__):
-        """Return the memory requests of `randperm`, in order: the result (`made`), and bytes of buffers.
-
-        The positions are sorted by random keys (cuda/Randperm.cu).
-        """
-        count = made[0].numel()
-        bits = math.ceil(math.log2(count - (6 * count**2 + 1) / (12 * math.log(0.9)))) if count else 0
-        key = 4 if bits <= 32 else WORD
-        sort = self._sort_bytes(count, 1 << bits, key) if count > (2304 if key == WORD else 2048) else 1
-        return [*made, WORD, Free(0), count * WORD, count * key, count * key, sort] if count else made
-
-    def _multinomial(self, made, tensor, count, replacement=False, *_, **__):
-        """Return the memory requests of `multinomial`, in order: the result (`made`), and bytes of buffers.
-
-        The buffers check the probabilities, and then hold a random number for each. Several samples with replacement
-        take two buffers of the probabilities' size (native/Distributions.cpp, cuda/MultinomialKernel.cu).
-        """
-        if replacement and count > 1:
-            return [*made, tensor.nbytes, tensor.nbytes]
-        number, rows = tensor.itemsize, tensor.numel() // tensor.shape[-1]
-        shared = self._reduction(number, tensor, tensor)
-        checks = [number, *shared, *[Free(1)] * len(shared), number, *shared, *[Free(2)] * len(shared), 1, 1, 1]
-        sums = [rows * number, rows, 1, Free(4), Free(3)] if tensor.dim() > 1 else [number, 1, Free(3)]
-        chosen = [] if count == 1 else [made[0].numel() * number]
-        return [*made, *checks, Free(2), Free(2), *sums, 1, Free(4), tensor.nbytes, *chosen]
 
     def _scan(self, made, tensor, dim, *_, **__):
         """Return the memory requests of `cumsum`, in order: the result (`made`), and bytes of buffers.
@@ -384,51 +273,6 @@ class Kernels:
         fills the masked rows (native/SoftMax.cpp).
         """
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
-
-    def _sort_bytes(self, count: int, largest: int, key: int = WORD) -> int:
-        """Return the bytes of the buffer in which CUB sorts `count` keys, together with their positions, by radix sort.
-
-        Each pass sorts by 8 bits. The buffer holds the bins of each pass and the progress of each thread block; if
-        there is more than one pass, it also holds a second copy of the keys and positions.
-        Source: NVIDIA/cccl, cub/device/dispatch/dispatch_radix_sort.cuh.
-
-        Args:
-            count: number of keys.
-            largest: a number that is larger than all keys.
-            key: bytes of a key.
-        """
-        passes = -(-max(largest - 1, 1).bit_length() // 8)
-        shares = -(-count // self._sorted_at_once[key])
-        again = next_multiple(count * key, CUB_BYTES) + next_multiple(count * WORD, CUB_BYTES) if passes > 1 else 0
-        return again + 1024 * shares + 2048 * passes + 511
-
-    def _keys_bytes(self, count: int, key: int) -> int:
-        """Return the bytes of the buffer in which CUB sorts `count` numbers of `key` bytes, together with positions.
-
-        Before compute capability 9.0, numbers of 16 bits are sorted by bins of each multiprocessor.
-        """
-        if key in self._sorted_at_once:
-            return self._sort_bytes(count, 1 << (8 * key - 2), key)
-        again = next_multiple(count * key, CUB_BYTES) + next_multiple(count * WORD, CUB_BYTES)
-        return again + 10_240 * self._gpu.processors.count + 45_311
-
-    def _embedding_bag_backward(self, made, gradient, indices, *rest, **__):
-        """Return the memory requests of `_embedding_bag_backward`, in order.
-
-        If the bags were summed or averaged (mode 0 or 1), the requests are those of `_embedding_backward`, with indices
-        that are always sorted, and with partial sums. If each bag gave its maximum (mode 2), only the result (`made`)
-        is requested (cuda/EmbeddingBag.cu).
-        """
-        weights, mode = rest[4], rest[6]
-        return (
-            made if mode == 2 else self._embedding_backward(made, gradient, indices, weights, -1, True, in_parts=True)
-        )
-
-    def _embedding_bag(self, made, *_, **__):
-        """Return the results of `_embedding_bag` in the order in which the kernel makes them: the sizes of the bags,
-        the bag of each index, the sums, and the positions of the maxima (cuda/EmbeddingBag.cu)."""
-        sums, bags, sizes, maxima = made
-        return [sizes, bags, sums, maxima]
 
     def _cell(self, made, *_, **__):
         """Return the results of an LSTM's or a GRU's cell in the order in which the kernel makes them: what it keeps
@@ -588,10 +432,9 @@ def _is_lt(function, args, kwargs) -> bool:
 
 # ---- the rules by operation
 
-_RULES_OF_GPU = attention_kernels.RULES | convolution_kernels.RULES | loss_kernels.RULES
+_RULES_OF_GPU = attention_kernels.RULES | convolution_kernels.RULES | loss_kernels.RULES | sort_kernels.RULES
 _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.native_dropout: Kernels._dropout,
-    aten.embedding_dense_backward: Kernels._embedding_backward,
     aten.index: Kernels._index,
     aten._index_put_impl_: Kernels._put,
     aten.index_put_: Kernels._put,
@@ -600,19 +443,12 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._thnn_fused_lstm_cell: Kernels._cell,
     aten._thnn_fused_gru_cell: Kernels._cell,
     aten.col2im: Kernels._fold,
-    aten._embedding_bag: Kernels._embedding_bag,
-    aten._embedding_bag_forward_only: Kernels._embedding_bag,
-    aten._embedding_bag_backward: Kernels._embedding_bag_backward,
     aten.linalg_vector_norm: Kernels._norm,
     aten.logsumexp: Kernels._logsumexp,
     aten.im2col: Kernels._unfold,
     aten._euclidean_dist: Kernels._distances,
     **dict.fromkeys((aten.amax, aten.amin, aten.max, aten.min), Kernels._extreme),
     **dict.fromkeys((aten.var, aten.std, aten.var_mean, aten.std_mean), Kernels._variance),
-    aten.sort: Kernels._sort,
-    aten.topk: Kernels._topk,
-    aten.randperm: Kernels._randperm,
-    aten.multinomial: Kernels._multinomial,
     aten._safe_softmax: Kernels._safe_softmax,
     aten.where: Kernels._where,
     aten.copy_: Kernels._copy,
@@ -629,8 +465,6 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten._grouped_mm: Kernels._grouped,
     aten._foreach_norm: Kernels._norms,
 }
-# (rows, numbers in a row): up to so many rows, and from this length on, several blocks search one row (TensorTopK.cu).
-_SHARED_ROWS = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (math.inf, 400))
 # Operations whose only rule is that some arguments must be contiguous: positions of those that are copied before the
 # results are made, and of those copied after.
 _COPIED = {
