@@ -16,21 +16,27 @@ operations.
 """
 
 import collections
-import contextlib
-import ctypes
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainmem.rehearsal import recurrent_layers
-from trainmem.unknown import Assumed, NeedsLibrary, NeedsValues, Unknown
+from trainmem.rehearsal.device_memory import (
+    FACTORIES,
+    address_of,
+    compute,
+    memory_of,
+    on_cpu,
+    out_of_sight,
+    tensors_of,
+)
+from trainmem.rehearsal.needed_libraries import explained
+from trainmem.unknown import Assumed, NeedsValues, Unknown
 
 WHY = "a rehearsal computes no floating-point values"
 MASKS = {torch.bool, torch.uint8}
@@ -40,16 +46,13 @@ LARGEST_COPIED = 4 << 20  # bytes of a block that the stub copies
 LARGEST_SIGNED = 1 << 12  # elements of a tensor whose sign is tracked
 LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with random numbers
 
-# Names of torch's functions: those that read values, those whose result's size depends on values, those that create
-# tensors, tests for non-finite values (with their answers), random initializers, and those that overwrite all values.
+# Names of torch's functions: those that read values, those whose result's size depends on values, tests
+# for non-finite values (with their answers), random initializers, and those that overwrite all values.
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 _READS |= {"is_nonzero", "__contains__", "equal", "allclose", "__repr__", "__format__"}
 _COMPARES = {"__contains__", "equal", "allclose"}  # of these, those that allocate tensors on the way
 _SIZED_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "unique_dim", "masked_select", "bincount"}
 _SIZED_BY_VALUES |= {"repeat_interleave", "where", "one_hot", "_unique2"}
-_FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "randint", "randperm"}
-_FACTORIES |= {"zeros_like", "ones_like", "full_like", "randint_like", "scalar_tensor", "tril_indices", "triu_indices"}
-_FACTORIES |= {"new_zeros", "new_ones", "new_full", "new_tensor", "asarray", "new"}
 _OF_ONE_VALUE = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _IN_ORDER = {"topk": 2, "sort": 1, "argsort": 1, "multinomial": None}  # with the index of the argument `dim`
 _CHOICES = {torch.bool, torch.int16, torch.int32, torch.int64}  # types of masks and positions, not of packed weights
@@ -121,11 +124,11 @@ class Values(TorchFunctionMode):
 
         A note about an earlier storage, which was freed and had the same address, is ignored.
         """
-        storage = self._storages.get(_address(tensor))
+        storage = self._storages.get(address_of(tensor))
         return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
 
     def _remember(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        storage = self._storages[_address(tensor)] = tensor.untyped_storage()
+        storage = self._storages[address_of(tensor)] = tensor.untyped_storage()
         return storage
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -157,12 +160,12 @@ class Values(TorchFunctionMode):
             device = args[0].device if args[0].is_cuda else torch.device("cuda")
             return self.__torch_function__(torch.Tensor.to, types, (args[0], device, kind.dtype))
         leaves = tree_leaves((args, kwargs))
-        given = _tensors(leaves)
+        given = tensors_of(leaves)
         if name in ("embedding", "embedding_bag") and kwargs.get("sparse") and len(given) > 1 and given[1].is_cuda:
             self._embeddings.append((weakref.ref(given[1]), given[0].numel(), self.is_known(given[0])))
         if any(isinstance(leaf, Unknown) for leaf in leaves) and name not in _READS:
             made = function(*args, **kwargs)
-            self.mark(False, *(_tensors(made) or given[:1]))
+            self.mark(False, *(tensors_of(made) or given[:1]))
             return made
         on_device = any(tensor.is_cuda for tensor in given)
         is_random = name in _RANDOM_FILLS and len(given) == 1 and given[0].numel() >= LARGE_WEIGHT
@@ -210,10 +213,10 @@ class Values(TorchFunctionMode):
             given: the tensors among the arguments, all on the host.
             made: what the function returned.
         """
-        for tensor in _tensors(made):
+        for tensor in tensors_of(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
-            known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in _FACTORIES and not given))
-            if known and _compute(function, args, kwargs, [tensor]):
+            known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in FACTORIES and not given))
+            if known and compute(function, args, kwargs, [tensor]):
                 self.mark(True, tensor)
 
     def _note_results(self, function, name, args, kwargs, given, made) -> None:
@@ -225,11 +228,11 @@ class Values(TorchFunctionMode):
             given: the tensors among the arguments.
             made: what the operation returned.
         """
-        results = _tensors(made)
+        results = tensors_of(made)
         if not results and name != "__setitem__":
             return
-        old = {*map(_address, given)}
-        fresh = [tensor for tensor in results if _address(tensor) not in old]
+        old = {*map(address_of, given)}
+        fresh = [tensor for tensor in results if address_of(tensor) not in old]
         if name in ("_pack_padded_sequence", "_pad_packed_sequence") and self.is_known(given[1]):
             fresh = [tensor for tensor in fresh if tensor.is_cuda]  # lengths on the host are made from lengths alone
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or "out" in kwargs
@@ -251,9 +254,9 @@ class Values(TorchFunctionMode):
             return  # views
         small = all(tensor.numel() <= LARGEST for tensor in given) and all(_is_small(tensor, name) for tensor in fresh)
         whole = small and name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
-        sources = [] if name in _FACTORIES else given[1:] if whole else given[:1] if name in _TAKES_TYPE else given
+        sources = [] if name in FACTORIES else given[1:] if whole else given[:1] if name in _TAKES_TYPE else given
         computable = small and all(map(self.is_known, sources))
-        if computable and _compute(function, args, kwargs, fresh):
+        if computable and compute(function, args, kwargs, fresh):
             return self.mark(True, *fresh, *given[: whole or in_place])
         if not all(map(self.is_known, given)):
             fresh = [tensor for tensor in fresh if not (self.assumes and self._choose(name, args, kwargs, tensor))]
@@ -262,7 +265,7 @@ class Values(TorchFunctionMode):
         if several:
             self.mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
         elif in_place:
-            self.mark(False, *_tensors((args[:1], kwargs.get("out"))))
+            self.mark(False, *tensors_of((args[:1], kwargs.get("out"))))
 
     def next_key(self, group, kind: str) -> tuple[Any, str]:
         """Return the ranks' key-value store, and a key for the group's next collective of this kind."""
@@ -272,7 +275,7 @@ class Values(TorchFunctionMode):
 
     def packed(self, tensor: torch.Tensor) -> bytes:
         """Return b"=" and a tensor's values as bytes; b"" if the values are unknown."""
-        with _out_of_sight():
+        with out_of_sight():
             if not self.is_known(tensor):
                 return b""
             return b"=" + memory_of(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -292,25 +295,25 @@ class Values(TorchFunctionMode):
         numbers = [leaf for leaf in tree_leaves(given) if isinstance(leaf, int | float)]
         if any(isinstance(number, Unknown) or number < 0 for number in numbers):
             return False
-        return all(map(self._is_not_negative, _tensors(given)))
+        return all(map(self._is_not_negative, tensors_of(given)))
 
     def _is_not_negative(self, tensor: torch.Tensor) -> bool:
         if tensor.numel() > LARGEST_SIGNED or tensor.is_complex():
             return False
         if getattr(self._noted(tensor), "is_norm", False):
             return True
-        with _out_of_sight():
+        with out_of_sight():
             return self.is_known(tensor) and bool((memory_of(tensor) >= 0).all())
 
     def _is_all_false(self, mask: torch.Tensor) -> bool:
-        with _out_of_sight():
+        with out_of_sight():
             return self.is_known(mask) and not memory_of(mask).any()
 
     def _read(self, function, name, args, kwargs, given):
         if all(map(self.is_known, given)):  # on the CPU, because printing a tensor computes with it
             if name in _COMPARES:  # run it on the device first, for its allocations
                 function(*args, **kwargs)
-            return _on_cpu(function, args, kwargs)
+            return on_cpu(function, args, kwargs)
         tensor = args[0]
         if name in ("__repr__", "__format__"):
             return f"tensor(unknown in a rehearsal, size={tuple(tensor.shape)}, dtype={tensor.dtype}, {tensor.device})"
@@ -338,7 +341,7 @@ class Values(TorchFunctionMode):
             return False
         self.answers["floating-point values read, 1" if is_float else "whole numbers and masks read, 0"] += 1
         if name not in ("numpy", "__array__"):
-            read = _on_cpu(function, args, kwargs, self._assumed)
+            read = on_cpu(function, args, kwargs, self._assumed)
             return tree_map_only(float, lambda _: Assumed(self.answers), read) if name in ("item", "tolist") else read
         if not tensor.is_cuda:  # for a device's tensor, torch's own error is right
             whole = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(tensor.untyped_storage())
@@ -394,7 +397,7 @@ class Values(TorchFunctionMode):
         """
         if all(map(self.is_known, given)):
             device = next(tensor.device for tensor in given if tensor.is_cuda)
-            made = _on_cpu(function, args, kwargs)
+            made = on_cpu(function, args, kwargs)
             return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
         exact = [tensor for tensor in given if tensor.dtype in EXACT]
         if exact and all(map(self.is_known, exact)):  # floats, selected by known values
@@ -408,7 +411,7 @@ class Values(TorchFunctionMode):
             raise NeedsValues(WHY)
         self.answers["sizes that depend on values"] += 1
         device = next((tensor.device for tensor in given if tensor.is_cuda), torch.device("cpu"))
-        made = _on_cpu(function, args, kwargs, self._assumed)
+        made = on_cpu(function, args, kwargs, self._assumed)
         return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
@@ -422,7 +425,7 @@ class Values(TorchFunctionMode):
             if not self.assumes:
                 raise NeedsValues(WHY)
             self.answers["sizes that depend on values"] += 1
-        with _out_of_sight():
+        with out_of_sight():
             positions = (self._assumed(mask) if self.assumes else memory_of(mask)).nonzero()
         return self._arrive(positions.t().contiguous(), mask.device).t()
 
@@ -440,7 +443,7 @@ class Values(TorchFunctionMode):
             raise NeedsValues("a rehearsal does not know how many positions of a sparse tensor differ")
         if not is_known:
             self.answers["positions of a sparse tensor, all differ"] += 1
-        with _out_of_sight():
+        with out_of_sight():
             flat = old.sum(0)
             working = [torch.empty_like(flat), torch.empty_like(flat), flat.new_empty(2 * count)]
             positions = memory_of(old).unique(dim=1) if is_known else memory_of(old)
@@ -463,27 +466,9 @@ class Values(TorchFunctionMode):
 
         `value`: a tensor of the same shape, or one value for all elements.
         """
-        with _out_of_sight():
+        with out_of_sight():
             memory_of(tensor).copy_(torch.as_tensor(value, device="cpu"))
         self.mark(True, tensor)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """Return the tensors in `values`, e.g. arguments, that have memory: no fake, meta, sparse or functorch tensors."""
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and _is_plain(each)]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return the address at which a tensor's storage begins."""
-    if is_traceable_wrapper_subclass(tensor) or not (address := tensor.data_ptr()):
-        return tensor.untyped_storage()._cdata  # it has no memory of its own
-    return address - tensor.storage_offset() * tensor.element_size()
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    if isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta or tensor.layout != torch.strided:
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 class LegacyType:
@@ -540,77 +525,6 @@ def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
     return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
 
 
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor that uses the memory of a tensor on the rehearsed device."""
-    if not tensor.is_cuda:
-        return tensor.detach()
-    storage = tensor.untyped_storage()
-    if not storage.nbytes():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    raw = torch.frombuffer((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8)
-    alias = torch.empty(0, dtype=tensor.dtype, device="cpu")  # whatever the default device is
-    return alias.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = memory_of) -> Any:
-    """Return the result of a function on the CPU, with each device tensor among its arguments replaced by
-    `values_of(tensor)`.
-    """
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "cuda"):
-            return torch.device("cpu")
-        return values_of(value) if isinstance(value, torch.Tensor) and _is_plain(value) else value
-
-    if getattr(function, "__name__", "") == "cuda":  # it takes no device but a GPU
-        return values_of(args[0])
-    options = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    if "device" in options or getattr(function, "__name__", "") in _FACTORIES:
-        options["device"] = "cpu"
-    with _out_of_sight():
-        args, options = tree_map(moved, (args, options))
-        return function(*args, **options)
-
-
-def _compute(function: Callable, args: tuple, kwargs: dict, fresh: list[torch.Tensor]) -> bool:
-    """Compute an operation of the device on the CPU, and copy the results into `fresh`, the operation's result tensors;
-    return whether that succeeded.
-    """
-    try:
-        made = _on_cpu(function, args, kwargs)
-        with _out_of_sight():
-            for tensor, value in zip(fresh, _tensors(made) if fresh else [], strict=True):
-                memory_of(tensor).copy_(value)
-    except Exception:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _out_of_sight() -> Iterator[None]:
-    """Hide computations on the CPU from dispatch modes and autograd in this context."""
-    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-        yield
-
-
 def _nested(shape: tuple[int, ...]) -> Any:
     """Return `Unknown` numbers in nested lists, as `tolist` would for a tensor of this shape."""
     return [_nested(shape[1:]) for _ in range(shape[0])] if shape else Unknown(WHY)
-
-
-# CUDA libraries by their names in torch's messages; the stub answers only the calls in answers.toml and libraries.cpp.
-_LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE", "cublas": "cuBLAS"}
-
-
-def explained(error: RuntimeError) -> RuntimeError:
-    """Return a clearer error, `NeedsLibrary`, if `error` means that a CUDA library cannot be used in a rehearsal.
-
-    The new error names the library. Any other error is returned unchanged.
-    """
-    text = str(error).lower()
-    is_refusal = "not answered in a rehearsal" in text or any(f"{word} error" in text for word in _LIBRARIES)
-    if not is_refusal or isinstance(error, NeedsLibrary):
-        return error
-    found = next((name for word, name in _LIBRARIES.items() if word in text), "the CUDA runtime")
-    first = str(error).partition(". ")[0].partition("(")[0]
-    return NeedsLibrary(f"a rehearsal does not know the memory that {found} takes here ({first})")

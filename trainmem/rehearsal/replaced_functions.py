@@ -19,7 +19,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from trainmem.rehearsal import exchanged_values, process_recorder
-from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, LegacyType, Values, explained, memory_of
+from trainmem.rehearsal.device_memory import memory_of
+from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, LegacyType, Values
+from trainmem.rehearsal.needed_libraries import explained
 from trainmem.unknown import NeedsLibrary, NeedsValues, Unknown
 
 
