@@ -22,6 +22,7 @@ Case = tuple[str, str, float, str | None, str]
 _FIGURE = re.compile(r'<img [^>]*alt="(?P<alt>[^"]*)" src="data:image/png;base64,(?P<png>[^"]+)">')
 # The elements of a page that scroll if they are too wide, and that a keyboard must therefore reach.
 _CELL = re.compile(r'<div (?=[^>]*class="(?:[\w-]+ )*jp-(?:Cell-inputWrapper|OutputArea-output)\b)')
+_NO_ALT = re.compile(r"<img (?![^>]*\balt=)")  # a picture that a screen reader could not name
 # Characters that XML forbids but a terminal's output may contain: colour codes and control characters.
 _NO_XML = re.compile(r"\x1b\[[0-9;]*m|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -79,12 +80,13 @@ def lesson_page(directory: Path, name: str) -> dict[str, Any]:
         # Outputs may be any HTML, so it protects nobody to clean text and code, which takes a third of the time.
         exporter = HTMLExporter(raw_template=layout, filters={"clean_html": lambda text: text})
         exporter.register_filter("highlight_code", Highlight2HTML(pygments_lexer="ipython3", parent=exporter))
-        # The exporter's own method would then parse the page only to make cells focusable: two thirds of the time.
+        # The exporter's own method would then parse the page only to add attributes: two thirds of the time.
         resources = exporter._init_resources({"metadata": {"name": name}})
         html, _ = TemplateExporter.from_notebook_node(exporter, notebook, resources)
     except (OSError, ValueError, LookupError, AttributeError):  # missing, or cut off when the lesson was killed
         return {"title": name, "page": None, "pictures": []}
-    write_whole(directory / f"{name}.html", _CELL.sub('<div tabindex="0" ', html))
+    page = _NO_ALT.sub('<img alt="picture without a description" ', _CELL.sub('<div tabindex="0" ', html))
+    write_whole(directory / f"{name}.html", page)
     return {"title": title, "page": f"{name}.html", "pictures": pictures}
 
 

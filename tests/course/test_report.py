@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import nbformat
 from bs4 import BeautifulSoup
 from matplotlib.figure import Figure
+from nbformat.v4 import new_output
 from toys import PNG, STATUS
 
 from perf_helpers import plots
@@ -75,6 +76,17 @@ def test_executed_lessons_are_pages_that_load_no_library_they_need(ran):
     assert not [
         tag for tag in page.split("<script")[1:] if "src=" in tag.split(">")[0] and "async" not in tag.split(">")[0]
     ]
+
+
+def test_a_picture_without_a_description_says_so(ran, tmp_path):
+    shutil.copy(ran[1] / "results.json", tmp_path)
+    executed = nbformat.read(ran[1] / "08_ok.ipynb", as_version=4)
+    picture = new_output("display_data", {"image/png": PNG, "text/plain": "a figure"})
+    next(cell for cell in executed.cells if cell.cell_type == "code").outputs.append(picture)
+    nbformat.write(executed, tmp_path / "08_ok.ipynb")
+    report(tmp_path)
+    images = BeautifulSoup((tmp_path / "08_ok.html").read_text(encoding="utf-8"), "html.parser").select("img")
+    assert {image["alt"] for image in images} == {"a <plot>", "picture without a description"}
 
 
 def test_what_is_folded_in_the_lesson_is_not_in_its_page(ran, tmp_path):
