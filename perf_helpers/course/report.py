@@ -22,7 +22,6 @@ Case = tuple[str, str, float, str | None, str]
 _FIGURE = re.compile(r'<img [^>]*alt="(?P<alt>[^"]*)" src="data:image/png;base64,(?P<png>[^"]+)">')
 # The elements of a page that scroll if they are too wide, and that a keyboard must therefore reach.
 _CELL = re.compile(r'<div (?=[^>]*class="(?:[\w-]+ )*jp-(?:Cell-inputWrapper|OutputArea-output)\b)')
-_NO_ALT = re.compile(r"<img (?![^>]*\balt=)")  # a picture that a screen reader could not name
 # Characters that XML forbids but a terminal's output may contain: colour codes and control characters.
 _NO_XML = re.compile(r"\x1b\[[0-9;]*m|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -44,9 +43,8 @@ def report(directory: str | Path, pages: Mapping[str, dict[str, Any]] | None = N
     baseline = data.get("baseline")
     changed = change_cases(baseline["changes"], data.get("fail_on", AXES)) if baseline else []
     write_whole(directory / "junit.xml", junit(data["date"], _cases(data) + changed))
-    lesson_pages = pages or {}
-    shown_lessons = ((lesson, lesson_pages.get(lesson["name"])) for lesson in data["lessons"])
-    data["lessons"] = [lesson | (page or lesson_page(directory, lesson["name"])) for lesson, page in shown_lessons]
+    for lesson in data["lessons"]:
+        lesson.update((pages or {}).get(lesson["name"]) or lesson_page(directory, lesson["name"]))
     count = Counter(claim["verdict"] for claim in data["claims"])
     facts = {"failures": failures(data), "to_send": to_send(data), "count": count, "verdicts": list(Verdict)}
     for shown in (4, 2, 1, 0):  # pictures per lesson; the executed lesson has them all
@@ -78,15 +76,15 @@ def lesson_page(directory: Path, name: str) -> dict[str, Any]:
         pictures = [(figure["png"], unescape(figure["alt"])) for figure in figures]
         layout = Path(__file__).with_name("lesson.html.j2").read_text(encoding="utf-8")
         # Outputs may be any HTML, so it protects nobody to clean text and code, which takes a third of the time.
-        exporter = HTMLExporter(raw_template=layout, filters={"clean_html": lambda text: text})
-        exporter.register_filter("highlight_code", Highlight2HTML(pygments_lexer="ipython3", parent=exporter))
+        filters = {"clean_html": lambda text: text, "highlight_code": Highlight2HTML(pygments_lexer="ipython3")}
+        exporter = HTMLExporter(raw_template=layout, filters=filters)
         # The exporter's own method would then parse the page only to add attributes: two thirds of the time.
         resources = exporter._init_resources({"metadata": {"name": name}})
         html, _ = TemplateExporter.from_notebook_node(exporter, notebook, resources)
     except (OSError, ValueError, LookupError, AttributeError):  # missing, or cut off when the lesson was killed
         return {"title": name, "page": None, "pictures": []}
-    page = _NO_ALT.sub('<img alt="picture without a description" ', _CELL.sub('<div tabindex="0" ', html))
-    write_whole(directory / f"{name}.html", page)
+    html = re.sub(r"<img (?![^>]*\balt=)", '<img alt="no description" ', _CELL.sub('<div tabindex="0" ', html))
+    write_whole(directory / f"{name}.html", html)
     return {"title": title, "page": f"{name}.html", "pictures": pictures}
 
 

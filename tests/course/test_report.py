@@ -86,7 +86,7 @@ def test_a_picture_without_a_description_says_so(ran, tmp_path):
     nbformat.write(executed, tmp_path / "08_ok.ipynb")
     report(tmp_path)
     images = BeautifulSoup((tmp_path / "08_ok.html").read_text(encoding="utf-8"), "html.parser").select("img")
-    assert {image["alt"] for image in images} == {"a <plot>", "picture without a description"}
+    assert {image["alt"] for image in images} == {"a <plot>", "no description"}
 
 
 def test_what_is_folded_in_the_lesson_is_not_in_its_page(ran, tmp_path):
