@@ -21,7 +21,6 @@ PROCESS = {
     "answers": {},
     "compiled": [],
     "saved": [],
-    "kept": [],
 }
 
 
@@ -75,7 +74,7 @@ def test_two_ranks_that_wrote_one_file_without_values_have_it_removed_once(tmp_p
     old.write_text("of the user")
     with zipfile.ZipFile(name, "w") as file:
         file.writestr(f"model/{MARK}", "1")
-    of_each = {"opened": [str(name)], "aside": {str(name): str(old)}}
+    of_each = {"opened": [str(name)], "undo": [[str(old), str(name)]]}
     read(tmp_path, 0, of_each, of_each)
     assert name.read_text() == "of the user" and not old.exists()
 
@@ -99,10 +98,12 @@ def test_assumed_answers_and_uncompiled_code_are_named(tmp_path):
 
 def test_files_of_weights_without_values_are_removed(tmp_path):
     weights, older = tmp_path / "model.safetensors", tmp_path / "older.pt"
-    weights.touch(), older.touch()
-    run = read(tmp_path, 0, {"saved": [str(weights), str(tmp_path / "gone.pt")], "kept": [str(older)]})
+    weights.touch()
+    older.with_suffix(".aside").touch()
+    saved, undo = [str(weights), str(tmp_path / "gone.pt")], [[str(older.with_suffix(".aside")), str(older)]]
+    run = read(tmp_path, 0, {"saved": saved, "undo": undo})
     assert not weights.exists() and older.exists()
-    assert "removed" in repr(run) and str(older) in repr(run)
+    assert "removed" in repr(run) and f"put back, e.g. {older}" in repr(run)
 
 
 def test_a_command_that_uses_no_card_says_so(tmp_path):

@@ -142,7 +142,7 @@ def test_saving_writes_no_weights_and_keeps_the_files_that_were_there(program, t
     assert run.status == "finished", printed.err
     assert {path.name for path in tmp_path.iterdir()} == {"program.py", "old.pt", "old.safetensors", "plain.pt"}
     assert (tmp_path / "old.pt").read_text() == (tmp_path / "old.safetensors").read_text() == "mine"
-    assert "not overwritten" in repr(run)
+    assert "2 files or folders of yours" in repr(run)
 
 
 BUFFERED = """
@@ -187,7 +187,45 @@ def test_weights_that_are_saved_by_other_ways_are_not_left_and_no_older_file_is_
     left = {"older.ckpt", "older-moved.ckpt", "notes.pt", "notes.pkl", "results.json", "program.py"}
     assert {path.name for path in tmp_path.iterdir()} == left and (tmp_path / "results.json").read_text() == "[]"
     assert all(torch.load(tmp_path / f"{name}.ckpt")["weight"].tolist() == [1] * 3 for name in ("older", "older-moved"))
-    assert "3 existing files were not overwritten" in repr(run)
+    assert "3 files or folders of yours" in repr(run)
+
+
+STARTING_OVER = """
+import os, pathlib, shutil, torch
+if os.path.exists("out"):
+    shutil.rmtree("out")
+os.makedirs("out/last")
+model = torch.nn.Linear(300, 300).cuda()
+torch.save(model.state_dict(), "out/last/model.pt")
+os.rename("best.pt", "best-before.pt")
+torch.save(model.state_dict(), "best.pt")
+torch.jit.save(torch.jit.script(model), "script.pt")
+with open("metrics.csv", "a") as file:
+    file.write("1,0.5\\n")
+for name in os.listdir("."):
+    if name.startswith("checkpoint-"):
+        pathlib.Path(name, "state.json").unlink()
+        os.rmdir(name)
+assert not os.path.exists("checkpoint-9") and os.listdir("out") == ["last"]
+assert torch.load("best.pt")["weight"].shape == (300, 300) and torch.load("best-before.pt")["weight"].shape == (3,)
+"""
+
+
+@pytest.mark.nightly
+def test_a_program_that_deletes_renames_and_appends_leaves_the_users_files_as_they_were(program, tmp_path):
+    (tmp_path / "out" / "run1").mkdir(parents=True)
+    (tmp_path / "checkpoint-9").mkdir()
+    for name in ("out/config.json", "out/run1/model.pt", "checkpoint-9/state.json", "metrics.csv", "script.pt"):
+        (tmp_path / name).write_text(name)
+        os.utime(tmp_path / name, (0, 0))
+    torch.save({"weight": torch.ones(3)}, tmp_path / "best.pt")
+    os.utime(tmp_path / "best.pt", (0, 0))
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    run, printed = program(STARTING_OVER)
+    assert run.status == "finished", printed.err
+    after = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    after.pop(tmp_path / "program.py")
+    assert after == before
 
 
 @pytest.mark.nightly

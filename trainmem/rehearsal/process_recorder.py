@@ -1,6 +1,6 @@
 """Record a rehearsed program from inside its processes: its memory by phase, and how it ends. Make its uploads fail.
 
-Each process that used a device, failed, or moved a file aside writes a JSON file, at each change of phase and at its
+Each process that used a device, failed, or renamed a user's file writes a JSON file, at each change of phase and at its
 end. `program_report` reads the file, which has these fields:
 
     pid, rank, arguments     of the process
@@ -10,10 +10,9 @@ end. `program_report` reads the file, which has these fields:
     answers                  {kind: how often an unknown value was assumed}
     compiled                 names of the functions and modules that torch.compile would have compiled
     saved                    files of weights that the program wrote, and that have no values
-    kept                     files from before the rehearsal that the program wanted to overwrite; they are unchanged
     opened                   files that the program opened for writing
-    aside                    {path of a file from before the rehearsal: where it was moved, because the program opened
-                             this path for writing}
+    began                    when the rehearsal began, in seconds since 1970
+    undo                     files from before the rehearsal that were renamed: [present path, path before] of each
 
 These peaks count from the first use of the device, even if the program resets its statistics. The program itself reads
 the statistics that it would read on a card.
@@ -166,9 +165,9 @@ class Recorder:
             "answers": self.values.answers,
             "compiled": self.compiled,
             "saved": [*self.files.saved],
-            "kept": [*self.files.kept],
-            "opened": [*self.files.opened],
-            "aside": self.files.aside,
+            "opened": [*self.files.older.opened],
+            "began": self.files.older.start,
+            "undo": self.files.older.undo,
         }
         with contextlib.suppress(OSError):  # the folder disappears with the rehearsal
             draft = self.path.with_suffix(".draft")

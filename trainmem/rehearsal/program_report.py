@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainmem.cards import Card
-from trainmem.rehearsal.marked_files import settle
+from trainmem.rehearsal.marked_files import has_mark
+from trainmem.rehearsal.older_files import put_back
 from trainmem.texts import bytes_text
 
 # How a program ended, and the exit code of its rehearsal; a program that failed otherwise keeps its own code.
@@ -119,8 +120,8 @@ def peaks_text(peaks: list[int]) -> str:
 def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool, interrupted: bool = False) -> ProgramRun:
     """Return how a rehearsed program ended and what memory its processes took, from the files in `folder`.
 
-    Also delete the weight files that the program saved, unless all values in them were known, and put back the files
-    that these weight files replaced.
+    Also delete the weight files that the program saved, unless all values in them were known, and put back the user's
+    files that the program overwrote, renamed or deleted.
 
     Args:
         folder: folder with one JSON file per process, written by `process_recorder`.
@@ -134,16 +135,14 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool, interr
     ends = ("out of memory", "needs values", "needs a library")
     status = "finished" if code == 0 else next((end for end in ends if end in kinds), "failed")
     status = "interrupted" if interrupted else status
-    saved = sorted({name for each in processes for name in each["saved"]})
-    kept = sorted({name for each in processes for name in each["kept"]})
     # Once for all processes: ranks may write the same file, and a fork has the entries of its parent.
     opened = {name for each in processes for name in each.pop("opened", [])}
-    aside = {name: old for each in processes for name, old in each.pop("aside", {}).items()}
-    removed, put_back = settle(opened, aside)
-    saved, kept = sorted({*saved, *removed}), sorted({*kept, *put_back})
+    saved = sorted({*filter(has_mark, opened)}.union(*(each["saved"] for each in processes)))
     for name in saved:
         with contextlib.suppress(OSError):
             os.unlink(name)
+    undo = dict.fromkeys((now, before) for each in processes for now, before in each.pop("undo", []))
+    kept = put_back(undo, min((each.pop("began", 0) for each in processes), default=0), opened)
     assumptions = tuple(_assumptions(processes, card, assumes, saved, kept))
     return ProgramRun(status, code, card.name, tuple(processes), assumptions, assumes)
 
@@ -169,6 +168,6 @@ def _assumptions(processes: list[dict], card: Card, assumes: bool, saved: list[s
         how = "file of weights has no values and was" if len(saved) == 1 else "files of weights have no values and were"
         found.append(f"{len(saved)} {how} removed, e.g. {saved[0]}")
     if kept:
-        how = "existing file was" if len(kept) == 1 else "existing files were"
-        found.append(f"{len(kept)} {how} not overwritten, e.g. {kept[0]}")
+        how = "file or folder of yours was" if len(kept) == 1 else "files or folders of yours were"
+        found.append(f"{len(kept)} {how} overwritten, renamed or deleted, and put back, e.g. {kept[0]}")
     return found
