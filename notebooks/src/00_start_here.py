@@ -40,14 +40,15 @@ lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of
 #
 # Two guides of Hugging Face, from 2022 and 2023, say how to fit larger models into memory and train them faster. They give many figures, most of them taken on one GPU, a V100. Do they hold on *your* machine, with *your* versions? This course does not tell you. It measures, and you watch.
 #
-# Five words are enough to follow it:
+# Five words are enough to follow the course:
 #
 # - a **task** is a model with its data and sizes
-# - an **experiment** trains a task under given arguments, or calls a function of yours, and yields a **run**
+# - an **experiment** trains a task under given arguments, or calls a function of yours
+# - a **run** is the stored result of one experiment: what was measured, or why it failed
 # - a **claim** is one statement of the guides, with the number that decides it
 # - a **verdict** is what the measured number makes of the claim
 #
-# The text calls `lab` *the lab*: the object that runs experiments and stores their runs. All arguments of an experiment together are its *recipe*. Other terms are in [the glossary](../docs/words.md).
+# The text calls `lab` *the lab*: the object that runs experiments and stores their runs. All arguments of an experiment together are its *recipe*. You need not change `profile`, `strict` and `out` in the first code cell. Other terms are in [the glossary](../docs/words.md).
 #
 # ## Predict
 #
@@ -60,7 +61,7 @@ widgets.predict(lab, "batch", question, "%", 50, 300)
 # %% [markdown]
 # ## Your machine
 #
-# `doctor.diagnose` checks the device, its memory, the number formats that the device computes in, and the packages. The command `perf-helpers doctor` prints the same in a terminal. Only a ✗ keeps lessons from running.
+# `doctor.diagnose` checks the device, its memory, the number formats that the device computes in, and the packages. (*fp32* has 32 bits per number, *fp16* and *bf16* have 16.) The command `perf-helpers doctor` prints the same in a terminal. Only a ✗ keeps lessons from running.
 
 # %%
 signs = {"ok": "✓", "note": "·", "warning": "!", "error": "✗"}
@@ -69,7 +70,7 @@ rows = [[f"{signs[found.level]} {found.level}", found.subject, found.text, found
 plots.Table(["", "about", "what was found", "what to do"], rows, caption=lab.machine.name)
 
 # %% [markdown]
-# An experiment should take seconds on every machine, and a model that keeps a CPU busy is too small to show anything on a large card. So the sizes come in three **profiles**. `auto` picks `gpu` if the GPU has at least 20 GB of memory, `t4` if it has less, as Colab's T4 has, and `cpu` if torch can use no GPU. (Where a later cell says `lab.sized(512, 64)`, read 512: the second value is for quick tests of the course itself.)
+# An experiment should take seconds on every machine, and a model that keeps a CPU busy is too small to show anything on a large card. So the sizes come in three **profiles**. `auto` picks `gpu` if the GPU has at least 20 GB of memory, `t4` if it has less, as Colab's T4 has, and `cpu` if torch can use no GPU. This lesson trains on sequences half as long as those in the table. (If a cell of a later lesson says `lab.sized(512, 64)`, read 512: the second value is for quick tests of the course itself.)
 
 # %%
 rows = []
@@ -109,7 +110,7 @@ plots.Table(["model", "tensors", "parameters", "bytes"], rows)
 #
 # ## A fresh process
 #
-# You may have learnt to restart the kernel between two experiments, because otherwise the memory of the first is still taken when the second starts. The 2023 guide says so too. Here **each experiment runs in a process of its own**, which ends with it. Let us try to break that: one experiment hoards 400 MB and frees nothing, the next one looks for them.
+# You may have learnt to restart the kernel (the notebook's Python process) between two experiments, because otherwise the memory of the first is still taken when the second starts. The 2023 guide says so too. Here **each experiment runs in a process of its own**, which ends with it. Let us try to break that: one experiment hoards 400 MB and frees nothing, the next one looks for them.
 
 
 # %%
@@ -130,9 +131,9 @@ if len({row[1] for row in rows}) < 3 or rows[-1][-1]:
 plots.Table(["who looks", "process id", "resident memory, MB", "sees the hoard"], rows)
 
 # %% [markdown]
-# Three process ids, and one process that sees the hoard: the one that made it. `lab.run` sent a function written in this notebook to a fresh process, called it there, and returned its result as the run's `value`. (`measure` says what to measure meanwhile: memory, time, or only this value.) (Resident memory is what the system has given to a process. An experiment starts with torch and transformers loaded, hence not at 0.)
+# Three process ids, and one process that sees the hoard: the one that made it. `lab.run` sent a function written in this notebook to a fresh process, called it there, and returned its result as the run's `value`. `measure` says what to measure meanwhile: memory, time, or only this value. *Resident memory* is what the system has given to a process. An experiment starts with torch and transformers loaded, hence not at 0.
 #
-# Was a restart ever *needed*? A tensor lives as long as something refers to it. The next cells test the guide's case, a training in a process that goes on afterwards: they count the bytes of all live tensors while its Trainer exists, and again once it is deleted.
+# Was a restart ever *needed*? A tensor lives as long as something refers to it. The next cells test the guide's case, a training in a process that goes on afterwards. They count the bytes of all live tensors twice: while the Trainer exists, and after it is deleted. The claim holds if more than 1 % of these bytes are left. The second cell prints the first verdict; *What held*, further down, explains such a box line by line.
 
 
 # %%
@@ -164,7 +165,7 @@ note = f"{plots.bytes_text(held)} with its Trainer, {plots.bytes_text(left)} wit
 claims.check("restart-needed", left / held, note=note)
 
 # %% [markdown]
-# In a notebook something often does refer to the Trainer: a variable of the cell before, the last output, the traceback of a failure.
+# In a notebook something often does refer to the Trainer: a variable of the cell before, the last output, the traceback of a failure. Then the memory stays taken until you clear that reference or restart the kernel.
 #
 # And a failure can be worse than a traceback: when memory runs out, the system often kills the process. Here an experiment kills its own process:
 
@@ -202,7 +203,7 @@ small = lab.train("batch 4", per_device_train_batch_size=4)
 small
 
 # %% [markdown]
-# A run in one line: its name, whether it went well, the most memory that was in use at any moment, and the samples trained in a second. **Counted** memory (on a GPU: **allocated**) is the bytes of the live tensors: the same, to the byte, each time you run it. Time is another matter; more below.
+# A run in one line: its name, whether it went well, the most memory that was in use at any moment, and the samples (here: sequences) trained per second. **Counted** memory (on a GPU: **allocated**) is the bytes of the live tensors: the same, to the byte, each time you run it. Time is another matter; more below.
 #
 # ## Change one thing
 #
@@ -216,7 +217,7 @@ comparison
 # %% [markdown]
 # `lab.compare` sets two runs side by side. Below them are the ratios, the second run divided by the first (1.00: no difference).
 #
-# - The memory ratio is exact.
+# - The memory ratio, in the first of the two ratio rows, is exact.
 # - The speed ratio comes with an **interval**, in brackets: the lab ran the two recipes once more, interleaved (a step of one, a step of the other, and so on; `turns` sets how often), and the interval shows how much such ratios vary.
 # - On a CPU the speed ratio is given twice. *CPU time* counts only the seconds that the run computed, and it decides the claims. *Wall clock* also counts the waiting while other programs use the cores.
 
@@ -239,7 +240,7 @@ exercises.question(
 # %% [markdown]
 # If an interval contains 1, nobody can say which of the two is faster: the effect is *too small to tell*. On a busy CPU many effects are. Lesson 03 is about that.
 #
-# And your guess? The next cell shows it beside the measured value, with an *estimate*: for the estimate the lab traces a training on tensors without contents and counts their bytes, so it trains nothing. (`lab.foresee` requests the estimate. If there is none, it says so in one line and the lesson goes on.)
+# And your guess? The next cell shows it beside the measured value, with an *estimate*: the lab goes through a training step with tensors that have shapes but no contents, and adds up the bytes that they would take. It trains nothing. (`lab.foresee` requests the estimate. If there is none, it says so in one line and the lesson goes on.)
 
 
 # %%
@@ -254,7 +255,7 @@ widgets.revealed(lab, "batch", 100 * comparison.memory_ratio, estimate=lab.fores
 _ = plots.memory([small, large])
 
 # %% [markdown]
-# Twice the batch does not take 200 % of the memory. **Activations**, what the forward pass keeps for the backward pass, belong to the samples and double with them. Weights, and the two **optimizer states** that AdamW keeps for each of them, belong to the model: they are the same at any batch size. (If the gradients look short to you: at the moment of a peak most of them may not exist yet. Lesson 01 takes all of this apart.)
+# Twice the batch does not take 200 % of the memory. **Activations**, what the forward pass keeps for the backward pass, belong to the samples and double with them. Weights, and the two **optimizer states** that AdamW keeps for each of them, belong to the model: they are the same at any batch size. **Gradients** belong to the model, too; their bar may be short, because at the moment of the peak most of them may not exist yet. **Temporaries** are intermediate results that are freed soon after they are made. Lesson 01 takes all of this apart.
 #
 # ## What held
 #
@@ -284,12 +285,12 @@ claims.check("weights-cost", cost["fp32"], note=f"from a checkpoint in bf16: {co
 # %% [markdown]
 # (The lab may have a few bytes more than our count: tables of position numbers, which are no parameters; on a GPU also the rounding of each tensor to 512 bytes.) The note under the claim is news since the guides: transformers 5 keeps the dtype of the checkpoint; older versions turned every checkpoint into fp32. So a model published in 16 bits is trained in 16 bits, unless you say `dtype=torch.float32`.
 #
-# The box with the ✓ or ✗ above is a **verdict**. It shows what was measured here, the rule, and what the guide measured elsewhere. There are five:
+# The box with the ✓ or ✗ above is a **verdict**. Its line *measured* has the number from this machine, and *quantity* says how the number is computed (`/` is a division). *holds if* is the rule, *guide* is what the guide measured elsewhere, and *why* gives the reason if a claim does not hold. There are five verdicts:
 #
 # | | verdict | it means |
 # |---|---|---|
 # | ✓ | holds | the number, with its whole interval, satisfies the rule |
-# | ↓ | smaller than promised | the effect is there, but the whole interval stays below the promised size |
+# | ↓ | smaller than promised | the effect is there, but too small: the whole interval is between *no effect* and the rule's limit |
 # | ✗ | refuted | the whole interval lies where the claim is wrong: a finding, and the box says why |
 # | ≈ | too small to tell | the interval reaches from one of the cases above into another: this measurement cannot decide |
 # | – | not testable here | something is missing, and it is named |
@@ -298,7 +299,7 @@ claims.check("weights-cost", cost["fp32"], note=f"from a checkpoint in bf16: {co
 #
 # ## Explore
 #
-# How a verdict comes about, with invented numbers. Take the claim that gradient accumulation saves memory. The measured value is the peak with accumulation divided by the peak without: 1 is no effect, and the rule asks for a value clearly below 1. Move the measured value and the width of its interval. (The figures are not from your machine; lesson 05 measures them.)
+# This picture shows how a verdict comes about, with invented numbers. Take the claim that gradient accumulation saves memory. The measured value is the peak with accumulation divided by the peak without: 1 is no effect, and the rule asks for a value clearly below 1. Move the measured value and the width of its interval. (The figures are not from your machine; lesson 05 measures them.)
 
 # %% tags=["widget"]
 claim = load()["accumulation-memory"]
@@ -434,7 +435,7 @@ widgets.progress(lab)
 #
 # The cell below closes the lesson, as it closes each one. Its **scoreboard** has a row for each claim: the verdict, what the guides say, what was measured *here* and what was measured *there*. It names the machine, the versions and the date, without which no figure is worth much. Above that cell each lesson lists what recorded runs measured. (A machine *held to AVX512_CORE* was allowed no newer vector instructions than these, as if its CPU were an older one.) `perf-helpers course` runs all lessons and puts their scoreboards on one page.
 #
-# Next: lesson 01 asks where 15 GB go when the model has 1.3 GB.
+# Next: the 2023 guide trained a model whose weights take 1.3 GB, and then 15 GB of its GPU were in use. Lesson 01 asks what filled them.
 
 # %% tags=["finish"]
 claims.finish()

@@ -6,8 +6,8 @@
 # tensors fill the rest?
 #
 # **You will see**
-# - that every byte has one of six jobs, and that an account kept by hand agrees with what torch's allocator (the part of
-#   torch that provides memory for tensors) really hands out;
+# - that every byte has one of six jobs, and that a count by hand agrees with what torch's allocator (the part of torch
+#   that provides memory for tensors) really hands out;
 # - that the optimizer sets the bytes that a parameter costs, and the batch sets the rest;
 # - that the peak is a moment inside the step, and how mixed precision, `zero_grad` and `nvidia-smi` change what you see
 #   of it.
@@ -54,7 +54,7 @@ print(f"{lab.machine.name}: {lab.task}, {lab.task.parameters() / 1e6:.1f} M para
 # | gradients | in backward | in `zero_grad` |
 # | optimizer states | in the first `step` | never |
 # | activations | in forward | in backward |
-# | temporaries | inside an operation, or between two | at once |
+# | temporaries: intermediate results | by an operation | once the operation that needs them has run |
 # | inputs | with each batch | with the batch |
 #
 # Memory runs out at the **peak**: the moment at which the most bytes are alive. So there are two questions. How many
@@ -72,13 +72,13 @@ widgets.predict(lab, "peak", question, "MB", 0, 12 * 4 * lab.task.parameters() /
 # %% [markdown]
 # ## By hand
 #
-# We keep the account ourselves, on a toy BERT. A tensor is a view of a *storage*, which is the memory itself. Two
-# tensors may share one, so we count storages.
+# We count the bytes ourselves, on a toy BERT. A tensor is a view of a *storage*, which is the memory itself. Two tensors
+# may share a storage, so we count storages.
 #
-# Weights, gradients and states can be looked up. Activations hide in the autograd graph, where forward leaves what
-# backward will need. `saved_tensors_hooks` shows each tensor as it is saved, and a stack of module names shows which
-# module saved it. We keep *weak references* to these tensors: an ordinary reference would keep a tensor alive, a weak one
-# only shows whether it still is.
+# Weights, gradients and states can be looked up. Activations are harder: forward leaves them in the autograd graph for
+# backward. `saved_tensors_hooks` calls our function `pack` for each tensor that is saved. A stack of module names shows
+# which module saved it. We keep *weak references* to these tensors: an ordinary reference would keep a tensor alive, a
+# weak one only shows whether it still is.
 
 # %%
 toy = Task("bert-tiny", seq_len=32, config={"vocab_size": 200, "max_position_embeddings": 128})
@@ -122,11 +122,12 @@ def forward(model, batch):
 
 
 # %% [markdown]
-# Two ordinary training steps follow. After every line we write down what is alive.
+# Two ordinary training steps follow. After every line we write down which bytes are alive: this is the *account*.
 #
 # Is the account true? The lab then trains the same toy with the Trainer, in a process of its own, and counts what the
 # allocator really hands out. Weights, gradients and states must agree to the byte (on CUDA to 2 %: there the allocator
-# rounds each tensor up to 512 bytes), activations to 1 %: the lab also counts loss and logits.
+# rounds each tensor up to 512 bytes), activations to 1 %: the lab also counts loss and logits. (The weights include
+# *buffers*, tensors of the model that are not trained, and the states include a step counter for each parameter.)
 
 # %%
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -200,8 +201,8 @@ plots.Table(["saved by", "shape", "memory"], rows, "Saved in the first layer (ba
 #
 # ## Baseline
 #
-# Now the lab's own task in fp32 with AdamW, and your guess beside it. The table under the picture shows what
-# other instruments say about the same run.
+# Now the lab's own task in fp32 with AdamW, and your guess beside it. The table shows what other instruments say about
+# the same run, and the last picture shows one of its steps.
 
 # %%
 vanilla = lab.train("vanilla", measure=("memory",), per_device_train_batch_size=4)
@@ -220,18 +221,19 @@ readings = [
 plots.Table(["reading", "size", "what it is"], [[name, plots.bytes_text(size), text] for name, size, text in readings])
 
 # %% [markdown]
-# From left to right: activations pile up in forward, and are freed in backward while the gradients grow. Weights and states
-# are there all the time. The narrow strip at the right edge is the optimizer's `step`. (*Operator workspace* in the legend:
-# memory that an operation uses internally, and that no tensor shows. The table names the operation at the peak as torch
-# does: `aten.sum`, for example, is a sum.)
+# In the picture of the step, from left to right, activations pile up in forward, and are freed in backward while the
+# gradients grow. Weights and states are there all the time. The narrow strip at the right edge is the optimizer's `step`.
+# (*Operator workspace* in the legend: memory that an operation uses internally, and that no tensor shows. The table names
+# the operation at the peak as torch does: `aten.sum`, for example, is a sum.)
 #
 # The guides report *device-used* memory: the reading of NVML, NVIDIA's library for the state of its GPUs. It is more than
 # your tensors take, because it includes the context and whatever the allocator keeps. This course counts tensors, and says
 # so.
 #
-# > **On a GPU:** functions in fresh subprocesses now check the guides' statements about that reading: how much memory CUDA
-# > and its kernels take once a first tensor is there, whether `nvidia-smi` shows the same as NVML, and whether a model
-# > takes more on the GPU than the bytes of its weights, as the guide says of newer GPUs. On a CPU there is nothing to read.
+# > **On a GPU:** functions in fresh subprocesses now check the guides' statements about that reading. How much memory do
+# > CUDA and its *kernels* (the functions that run on the GPU) take once a first tensor is there? Does `nvidia-smi` show
+# > the same as NVML? Does a model take more than the bytes of its weights, as the guide says about newer GPUs? On a CPU
+# > there is nothing to read.
 
 # %%
 gpu = lab.machine.gpus[0].uuid if cuda else None
@@ -378,8 +380,8 @@ claims.check("t5-3b-8bit", giant["AdamW8bit"])
 #
 # In *mixed precision* the weights stay in fp32, and the matmuls compute in a type of 16 bits (*half precision*: fp16 or
 # bf16; lesson 07). torch's `autocast` arranges that: a linear layer computes with a half-precision cast of its weight, and
-# backward needs that cast again. So there is a second copy of the weights, half as large. The guides add 6 bytes of
-# weights, 8 of states and 4 of gradients, and get 18.
+# backward needs that cast again. So there is a second copy of the weights, half as large. Per parameter, the guides
+# add 6 bytes of weights (4 in fp32 and 2 in half precision), 8 of states and 4 of gradients, and get 18.
 #
 # A CPU without half-precision instructions emulates them slowly, so on a CPU we stay with the toy. Autocast never casts
 # embeddings; in the toy they are as small a share as in bert-large (under 10 %).
@@ -433,8 +435,11 @@ note = f"gradients kept as zeros: {sum(per_parameter(zeros)):.2f} B"
 claims.check("eighteen-bytes", sum(per_parameter(mixed)), note=note)
 
 # %% [markdown]
-# (A row *peak* is at the peak itself.) The copies exist after forward and are gone after backward; the gradients do not
-# exist after forward and are complete after backward. Whether both are ever in memory together depends on `zero_grad`.
+# A row *peak* is for the moment of the peak. There the activations are large, and the table leaves them out, so its sum
+# can be below that of another row. The copies take a little less than 2 bytes, because embeddings have none.
+#
+# The copies exist after forward and are gone after backward. The gradients do not exist after forward and are complete
+# after backward. Whether copies and gradients are ever in memory together depends on `zero_grad`.
 # Today's `zero_grad` *drops* the gradients, and the sum stays at 16 or less. Until torch 2.0 it filled them with zeros and
 # kept them through the next forward. For such a step 18 is right, as the last row shows.
 #
@@ -445,9 +450,11 @@ claims.check("eighteen-bytes", sum(per_parameter(mixed)), note=note)
 # - **Inference.** Without a backward pass there are no gradients and no states; autocast still keeps its casts until the
 #   end of its `with` block.
 # - **Functions that need memory of their own.** Beam search generates several texts at once (its *beams*) and returns the
-#   likeliest. It holds inputs, and a cache of earlier tokens' keys and values, for every beam.
+#   likeliest. It holds inputs, and a cache of earlier tokens' keys and values, for every beam. *Greedy* search, with which
+#   it is compared, has one beam.
 # - **A temporary that you hold yourself.** In a training loop the variable `output` keeps the model's logits, which are
-#   large in a language model, alive through backward, unless you delete it.
+#   large in a language model, alive through backward, unless you delete it. The claim's note has the peak with `output`
+#   kept, then the peak with `output` deleted.
 
 
 # %% tags=["claim"]
@@ -533,12 +540,12 @@ claims.check("activations-scale", min(slopes.values()), note=note)
 
 # %% [markdown]
 # The claim's note has an exponent for each size: activations grow as the size to this power. An exponent of 1 is a straight
-# line: twice the batch, twice the bytes. The exponent of the length is larger if attention keeps its tables of
+# line: twice the batch, twice the bytes. The exponent of the length is above 1 if attention keeps its tables of
 # length x length.
 #
 # ## Predicted without training
 #
-# An account this regular can be computed without training. `estimate` traces the step on *fake* tensors, which have
+# Bytes that follow such simple rules can be computed without training. `estimate` traces the step on *fake* tensors, which have
 # shapes and no bytes, and counts what would be alive. Here are the techniques of the course, predicted before they run.
 
 # %%
@@ -559,9 +566,9 @@ if estimates := [found for found in forecast.values() if found]:
     _ = plots.memory(estimates, title=f"{small.model}, estimated: nothing was trained")
 
 # %% [markdown]
-# Now run them, and compare the measured peaks with three predictions: by the estimate, by `accelerate estimate-memory`,
-# and by the guides' 18 bytes per parameter. The table shows how far each prediction is above (+) or below (-) the
-# measured peak.
+# Now run them, and compare the measured peaks with three predictions: by the estimate, by `accelerate estimate-memory`
+# (a command of the library accelerate, which looks at the model only), and by the guides' 18 bytes per parameter. The
+# table shows how far each prediction is above (+) or below (-) the measured peak.
 
 
 # %%
@@ -588,9 +595,10 @@ plots.Table(["experiment", "measured peak", "estimate", "accelerate estimate-mem
 # %% [markdown]
 # On a CPU estimate and measurement are equal to the byte, because the same code runs, the Trainer included. For a GPU the
 # estimate follows written rules: how much memory each CUDA kernel requests, and how torch's allocator rounds and places
-# the requests. (On a GPU, `forecast["03 vanilla"].assumptions` lists these rules.) The two other predictions include weights,
-# gradients and states, but they ignore the batch, the length and the optimizer, which decide the peak of a small model. The
-# same comparison over more trainings and tools, for a CPU and for GPUs: [the estimate](../docs/estimate.md).
+# the requests. (On a GPU, `forecast["03 vanilla"].assumptions` lists these rules.) The two other predictions count weights,
+# gradients and AdamW's states, whatever the recipe says. They ignore the batch, the length and the optimizer, which
+# decide the peak of a small model. The same comparison over more trainings and tools, for a CPU and for GPUs:
+# [the estimate](../docs/estimate.md).
 
 # %% jupyter={"source_hidden": true}
 alone = lab.train("one sample", measure=("memory",), per_device_train_batch_size=1).memory.breakdown
@@ -622,13 +630,15 @@ explorers.timeline(lab["08 Adafactor"], vanilla, *lab.runs)
 lab.foresee(explorers.memory, lab, device="cuda")
 
 # %% [markdown]
+# (Adafactor's `step` holds temporaries: intermediate results of the update of a parameter.)
+#
 # ## Exercise
 #
 # Mixed precision with `gradient_accumulation_steps=2`: the Trainer runs forward and backward on two small batches
 # (*micro-batches*), adds up their gradients, and only then updates the weights. So the second micro-batch runs while the
 # first one's gradients wait. The model is that of the table *Bytes per parameter in mixed precision* above, which has the
-# numbers that you need. How many bytes per parameter do weights, copies, gradients and states take together at the peak,
-# within 2 %?
+# numbers that you need. How many bytes per parameter do weights, copies, gradients and states take together at the peak?
+# An answer within 2 % is right.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -668,7 +678,7 @@ exercises.prove(check, solution=sum(per_parameter(mixed, "forward")) + 4, mistak
 # %% [markdown]
 # ## Challenge
 #
-# A task you have not seen: the lab's task with two more layers and half the length (`unseen` in the cell below), batch 16, fp32, AdamW. Predict its peak in MB, within 10 %, before it is trained. You may count parameters, and you may run a forward pass at batch 1.
+# A task you have not seen: the lab's task with two more layers and half the length (`unseen` in the cell below), batch 16, fp32, AdamW. Predict its peak in MB, within 10 %, before it is trained. You may count parameters, and you may run a forward pass at batch 1, both in a cell that you add.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -708,9 +718,15 @@ exercises.prove(check, solution=(12 * unseen.parameters() + 16 * each) / 1e6, mi
 # - Every byte had one of six jobs, and the account kept by hand agreed with the allocator (on a CPU to the byte).
 # - The optimizer set the bytes that a parameter cost: AdamW's states 8, SGD's momentum 4. Batch, length and width set the
 #   rest.
-# - The peak was a moment inside the step. Mixed precision added copies that were freed as gradients came. `zero_grad`
-#   decided whether the two met: today the sum stays at 16 bytes per parameter or less, not the guides' 18.
-# - `nvidia-smi` answers a different question than "what do my tensors take?"
+# - The peak was a moment inside the step. On a CPU, bert-small at batch 4 took 198.4 MB: activations 125.9, states 43.2,
+#   weights 21.6, temporaries 6.3 and gradients 1.3.
+# - Mixed precision added copies of the weights, which were freed as gradients came. `zero_grad`
+#   decided whether copies and gradients met: today the sum stays at 16 bytes per parameter or less, not the guides' 18.
+# - `nvidia-smi` answers a different question than "what do my tensors take?" Of the guide's 14949 MB the context took
+#   1343, the weights 1288 and AdamW's states twice as much, 2576. The reading does not say how activations, gradients and
+#   the allocator's reserve share the rest. On an H100 the same recipe took 7159 MB of tensors
+#   ([all recipes](../docs/rehearsal.md#the-guides-ten-recipes-on-several-cards), in MB of 2^20 bytes): today's attention
+#   saves less for backward, and `zero_grad` frees the gradients.
 
 # %% tags=["finish"]
 claims.finish()

@@ -9,7 +9,7 @@
 # - whether the guides order their three groups of operations rightly, and whether backward costs twice the forward in FLOPs and in time
 # - how to read a trace, and what "100 % utilization" means
 #
-# **Time:** plan 45 minutes with the code and the exercises: a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** the claim that bandwidth usually limits activations, the rates of tensor cores, the driver's utilization counter.
+# **Time:** plan 45 minutes with code and exercises: a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** the claim that bandwidth usually limits activation functions, the rates of tensor cores, the driver's utilization counter.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -54,7 +54,7 @@ def one_thread():
 #
 # `max(FLOPs / matrix rate, bytes / bandwidth)`
 #
-# This is the **roofline** model ([Williams, Waterman and Patterson, 2009](https://doi.org/10.1145/1498765.1498785)). At the **ridge** the two terms are equal. An operation with fewer FLOPs per byte than the ridge is *bound by bandwidth*; one with more is *bound by arithmetic*.
+# This is the **roofline** model ([Williams, Waterman and Patterson, 2009](https://doi.org/10.1145/1498765.1498785)). The **ridge** is the intensity at which the two terms are equal. An operation with a lower intensity is *bound by bandwidth*; one with a higher intensity is *bound by arithmetic*.
 #
 # ## Predict
 #
@@ -66,11 +66,11 @@ widgets.predict(lab, "share of products", "What share of the step's time do matm
 # %% [markdown]
 # ## By hand: two ceilings
 #
-# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A small copy stays inside a cache. The fastest of several tries counts. Then the course's own `roofline.ceilings` measures the same limits (*by the library* in the table), and the better value of each pair is used from here on.
+# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A small copy stays inside a cache and shows the cache's. The fastest of several tries counts. Then the course's own `roofline.ceilings` measures the same limits (*by the library* in the table), and the better value of each pair is used from here on.
 #
 # `interleaving.in_turns` calls each function of a list in turn, several times. For each function it returns the times of its calls: the seconds of the clock and the seconds that were spent computing.
 #
-# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle. With tf32, a shorter format for fp32's inputs (lesson 07), they would be used; tf32 stays off here.
+# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle. The format tf32, a shorter one for fp32's inputs (lesson 07), would use them; it stays off here.
 
 
 # %%
@@ -121,11 +121,13 @@ header = [
 plots.Table(header, rows)
 
 # %% [markdown]
-# Look at the column *ridge*: an operation with fewer FLOPs per byte waits for memory, one with more is limited by arithmetic. How do two precisions compare? A faster precision raises the ridge. But in 16 bits the same operation also moves half the bytes, so its own FLOPs per byte double, and the two ridges cannot be compared directly. Its FLOPs per *number* moved stay the same. So compare the last column, the ridge in FLOPs per number: if it is higher in 16 bits, more operations wait for memory there.
+# An operation with fewer FLOPs per byte than the *ridge* waits for memory. To compare two precisions, use the last column instead. In 16 bits an operation moves half the bytes, so its FLOPs per byte double; its FLOPs per *number* stay the same. If the ridge in FLOPs per number is higher in 16 bits, more operations wait for memory in 16 bits.
 #
 # ## By hand: three operations
 #
 # Count first. A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element (mean, variance, subtract, divide, scale, shift). GELU does 5, if an `erf` (the error function of statistics) counts as one. LayerNorm and GELU read each element once and write it once. All results go into tensors that already exist: a new tensor of this size would add the time in which the operating system provides its memory.
+#
+# `Ratio.of_turns` divides the seconds of two functions that ran alternately, here GELU and a copy of as many bytes, and gives an interval. (`CPU` selects the seconds spent computing.) The first function runs twice per turn. The difference between its two runs is noise, and the interval is never narrower than this noise or the given limit (here 1.02).
 
 
 # %%
@@ -165,26 +167,26 @@ header = ["operation", "FLOPs per byte", "bound by", "predicted (ms)", "measured
 display(plots.Table(header, rows))
 
 missing = None if DEVICE == "cuda" else "needs an NVIDIA GPU"
-against_copy = Ratio.of_turns([taken[:3] for taken in processes], CPU, 1.02)  # the copy's speed against GELU's
+against_copy = Ratio.of_turns([taken[:3] for taken in processes], CPU, 1.02)  # how many times as fast the copy is
 claims.check("activations-bandwidth", against_copy, missing=missing)
 
 
 # %% [markdown]
-# The model gives the *least* time. The last column shows how many times as long each kernel took:
+# The model gives the *least* time. The last column shows how many times as long each operation really took:
 #
 # - **Near 1**: one ceiling explains the time.
 # - **Well above 1**: a third limit sets it. One core computes an `erf`, or sums up rows, at another rate than that of matmuls, and we measured only the matmuls' rate.
 # - **Below 1**: other load slowed the machine while we measured the ceiling.
 #
-# > **On a GPU:** thousands of cores share such work. The guides say that activations are usually limited by bandwidth; the claim tests this.
+# > **On a GPU:** thousands of cores share such work. The guides say that activation functions are usually limited by bandwidth; the claim tests this. On a CPU its ratio is shown, but not judged.
 #
 # ## Baseline: a whole step, operation by operation
 #
-# We sort all operations into the guides' three groups. *Contractions* are matmuls. *Normalizations* are LayerNorm and softmax. *Element-wise* operations are all others, such as an activation, dropout or an addition.
+# We sort all operations into the guides' three groups. *Contractions* are matmuls. *Normalizations* are LayerNorm and softmax. *Element-wise* operations are all others, such as an activation function, dropout or an addition.
 #
-# A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a kernel runs it. The mode may inspect, count and time the operation, and it has to call it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from a table that you can check on paper.
+# A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a *kernel* (the compiled function that does the work) runs it. The mode may inspect, count and time the operation, and it has to call it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from a table that you can check on paper.
 #
-# The same mode takes the time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's own: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, `bernoulli_` draws random zeros and ones, and `native_` marks the kernel itself.
+# The mode also takes each operation's time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, `bernoulli_` draws random zeros and ones, and `native_` marks the kernel itself.
 #
 # > **On a GPU:** the mode records two events around the kernel, behind a short sleep on the device. During the sleep the kernel enters the device's queue, so its launch is not timed.
 
@@ -327,7 +329,7 @@ print("most time:", ", ".join(f"{name} {dearest[name]:.0%}" for name in top))
 print(f"with twice the matrix rate and nothing else this step would be at most {1 / (1 - share / 200):.2f} x as fast")
 
 # %% [markdown]
-# (Operations that move no bytes only make views or empty tensors.) The estimate beside your guess is the matmuls' share if every operation takes its least time on the roofline. The last line is Amdahl's law: all operations that are not matmuls take as long as before.
+# (Operations that move no bytes only make views or empty tensors.) The estimate is the matmuls' share if every operation takes its least time on the roofline. The last line answers the question at the top (Amdahl's law): all operations that are not matmuls take as long as before.
 #
 # Each dot in the picture is an operation: how many FLOPs per byte it does, and how many FLOPs per second it reached. Under the slope bandwidth is the limit, under the flat part arithmetic. A larger dot took more time. Operations without FLOPs (copies, embeddings) are not shown. The dot with a name is the longest operation that is not a matmul.
 
@@ -399,7 +401,7 @@ claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / p
 # %% [markdown]
 # Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte. One number in our table of FLOPs (`PER_ELEMENT`) is a convention: how many FLOPs an `exp` counts. The claim's note shows the order if it counts ten. (Our element-wise group also holds copies and embeddings. They only move bytes, so the claim leaves them out.)
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte. One number in our table of FLOPs (`PER_ELEMENT`) is a convention: how many FLOPs an `exp` counts. The claim's note shows the order with ten per `exp`. (The claim leaves out copies and embeddings, which are in our element-wise group but only move bytes.)
 #
 # ## Change one thing: no dropout
 #
@@ -430,7 +432,7 @@ plots.Table(header, table)
 # Each column has its own ratio:
 #
 # - **FLOPs of matmuls**: 2, with or without dropout. For each matmul of forward, backward has two: one for the gradient of the left operand, one for that of the right.
-# - **Bytes**: a different ratio. Operations that are not matmuls do not all move twice the bytes in backward; an activation, for example, moves three tensors in backward for two in forward (see below).
+# - **Bytes**: a different ratio. An activation function, for example, moves three tensors in backward and two in forward (see below).
 # - **Time**: it depends on the limit of each operation.
 #
 # Dropout draws its masks in forward; backward only multiplies by them. The line printed above the table shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take half as long as the matmuls.
@@ -442,8 +444,6 @@ plots.Table(header, table)
 # The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted: the passes without dropout, and dropout by itself, are timed in the same turns and added.
 #
 # The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest. If that is true here, a FLOP of backward takes longer than one of forward.
-#
-# `Ratio.of_turns` divides the seconds of two functions that ran alternately, here backward and forward, and gives an interval. In each turn the first function runs twice. The difference between these two runs is noise, and the interval is never narrower than this noise.
 
 
 # %%
@@ -481,7 +481,7 @@ def turns_of_a_step(task):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     backward, forward = passes(model, batch)
     works = [backward, forward, backward, optimizer.step]
-    if DEVICE == "cpu" and task != plain_task:  # the parts; to drop scores, torch's attention takes its plain form
+    if DEVICE == "cpu" and task != plain_task:  # the parts; attention with dropout takes its plain form
         works += passes(plain_task.build_model(), batch, lambda: attention.sdpa_kernel(attention.SDPBackend.MATH))
         works += dropout_alone(task.build_config(), 4, task.length())
     return interleaving.in_turns(works, turns=4)
@@ -494,7 +494,8 @@ def of_parts(processes):
     if DEVICE == "cuda":
         return Ratio.unknown("a GPU drops scores inside its kernels")
     sums = [(both(backward, multiply), both(forward, draw)) for *_, backward, forward, multiply, draw in processes]
-    return Ratio.of_turns([[backward, forward, backward] for backward, forward in sums], CPU, 1.1)  # +- a tenth: caches
+    # at least 10 % either way: by themselves, the parts may use the caches differently
+    return Ratio.of_turns([[backward, forward, backward] for backward, forward in sums], CPU, 1.1)
 
 
 # %% tags=["claim"]
@@ -536,9 +537,9 @@ claims.check(
 )
 
 # %% [markdown]
-# ### Activations and convolutions
+# ### Activation functions and convolutions
 #
-# Two more statements of the guide can be checked by counting. *An activation reads once and writes once in forward; in backward it reads twice, the gradient and the output of the forward, and writes once.* And *convolutions have twice the FLOPs in backward too*. In the table below, the last column shows which tensor autograd really kept, found by its address.
+# Two more statements can be checked by counting. *An activation function reads once and writes once in forward; in backward it reads twice, the gradient and the output of the forward, and writes once.* And *convolutions have twice the FLOPs in backward too*. The table's last column shows which tensor autograd really kept, found by its address.
 
 
 # %%
@@ -589,17 +590,17 @@ note = f"of a first layer, whose input needs no gradient: {convolution_flops(Fal
 claims.check("convolution-backward-twice", convolution_flops(True), note=note)
 
 # %% [markdown]
-# ReLU, tanh and sigmoid keep their output. GELU and SiLU fall and rise, so that one output can come from two inputs: they keep the input. In both cases backward reads two tensors.
+# GELU and SiLU keep the input, because one output can come from two inputs. In either case backward reads two tensors.
 #
 # ## Model FLOPs utilization
 #
-# How much of the matrix rate does a whole step use? PaLM's authors ([Chowdhery et al., 2022, appendix B](https://arxiv.org/abs/2204.02311)) divide the FLOPs that the *model* needs by the FLOPs that the device could have done in the same time:
+# PaLM's authors ([Chowdhery et al., 2022, appendix B](https://arxiv.org/abs/2204.02311)) divide the FLOPs that the *model* needs by the FLOPs that the device could have done in the same time:
 #
 # `MFU = model FLOPs / (step seconds x matrix rate)`
 #
 # Model FLOPs count matmuls only. The rule of thumb is 6 FLOPs per parameter and token: 2 in forward, 4 in backward.
 #
-# The authors train in bf16 and take the rate from the data sheet. So compare only our bf16 line with a published MFU. Ours is divided by a measured rate, and is therefore higher.
+# The authors train in bf16 and take the rate from the data sheet. So compare only our bf16 line with a published MFU. We divide by a measured rate, which is lower, so our MFU is higher.
 
 
 # %%
@@ -639,7 +640,7 @@ print(
 
 
 # %% [markdown]
-# The last line shows the rule of thumb beside our count. The rule makes two mistakes. It counts embeddings, which are never multiplied. It leaves out attention, whose matmuls have no weights and grow with the length.
+# The last line shows the rule beside our count. The rule counts embeddings, which are never multiplied: in a small model it is too high. It leaves out attention, whose matmuls have no weights and grow with the length.
 #
 # Can you trust torch's FLOP counter instead? The next cell prints two pairs of lines. Both lines of a pair do the same work.
 
@@ -748,8 +749,8 @@ _ = axes[1].set_xlabel("microseconds")
 # Look for:
 #
 # - **White**: nothing computes, because the next kernel was not called yet. A step with much white and short bars is *launch-bound*. Fewer, larger operations help it: larger batches (lesson 04), fusing and graphs (lesson 11).
-# - **Wide bars of matmuls**: the step is *compute-bound*. A faster precision helps it (lesson 07).
-# - **Wide bars of other operations**: the step is *memory-bound*. Fewer bytes help it, unless the bars draw dropout's masks (on a CPU).
+# - **Wide bars of matmuls**: the step is *compute-bound* (by arithmetic). A faster precision helps it (lesson 07).
+# - **Wide bars of other operations**: the step is *memory-bound* (by bandwidth). Fewer bytes help it, unless the bars draw dropout's masks (on a CPU).
 #
 # A bar also contains the call itself. If two bars of the same kind are equally long, although one kernel processes many more numbers, most of each bar is the call.
 #
@@ -792,13 +793,13 @@ for (name, (flops, moved)), taken, busy in zip(work.items(), *lab.run(three_loop
 plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 
 # %% [markdown]
-# All three are busy. This says nothing about speed; the MFU and the trace do.
+# All three are busy. (101 % is possible: the two clocks of a CPU can differ a little.) This says nothing about speed; the MFU and the trace do.
 #
 # (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? A CPU fetches a cache line before it writes to it, so our copy moved three bytes for two that we counted; adding in place fetches no extra line. And this loop's tensor of 16 MB can stay in a large cache.)
 #
 # ## Explore
 #
-# Move the dot. Fusing runs a chain of operations in one kernel, so that the results between them never go to memory. Find a change that moves the dot to the right, one that lifts the roof over it, and one that does nothing at all.
+# The dot is one operation; the controls move it. Fusing runs a chain of operations in one kernel, so that the results between them never go to memory. Find a change that moves the dot to the right, one that lifts the roof over it, and one that does nothing.
 
 
 # %% tags=["widget"]
@@ -876,9 +877,9 @@ exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen` with the function `count` from above.
+# You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above without dropout (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen` with the function `count` from above.
 #
-# The check runs steps of both models alternately in one process, and multiplies the ratio of their seconds by the milliseconds printed below. So it does not matter if the machine has become slower meanwhile.
+# The check runs steps of both models alternately, and multiplies the ratio of their times by the milliseconds printed below. So a machine that has become slower does not matter.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(

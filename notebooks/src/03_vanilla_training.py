@@ -4,7 +4,7 @@
 # A colleague reports that a flag made training 10 % faster. Faster than what, and would the same code have been 10 % faster than itself? Every claim of this course compares something with *vanilla training*: fp32, AdamW, a batch of 4, nothing switched on. Before you trust a comparison, know exactly which training is the baseline, and how much its own time varies.
 #
 # **You will see**
-# - all that `lab.train` does, in ten lines of Trainer and in a plain PyTorch loop: equal losses, a memory difference explained to the byte; and which of the guides' own lines still run
+# - all that `lab.train` does, in ten lines of Trainer and in a plain PyTorch loop: equal losses, a memory difference explained but for a few single numbers; and which of the guides' own lines still run
 # - how many times the weights' bytes a vanilla training takes
 # - how much the time of one and the same code varies, and what follows from that for "it is faster"
 #
@@ -46,7 +46,7 @@ short = lab.task.replace(seq_len=64, config=half) if lab.machine.kind == "cpu" e
 #
 # A measurement has two sides. You must know *what* was measured, to the last line; otherwise a difference may come from something that you did not see. You must also know *how much it varies*; otherwise any difference looks like an effect.
 #
-# Counted memory does not vary. Losses with the same seed do not vary either, except in their last digits on a GPU. Both can be compared almost bit by bit. Time always varies. This lesson treats the first two as exact, and gives the third an interval.
+# Counted memory does not vary. Losses with the same seed do not vary either, except in their last digits on a GPU. So two trainings can be compared almost bit by bit. Time always varies. This lesson treats the first two as exact, and gives the third an interval.
 #
 # ## Predict
 #
@@ -66,7 +66,7 @@ widgets.predict(
 # %% [markdown]
 # ## By hand: ten lines of Trainer
 #
-# This is `lab.train` reduced to its core: a model with random weights, random data, transformers' `Trainer` with its defaults. Around it the lab adds a fresh process and a meter, and suppresses the output.
+# This is `lab.train` reduced to its core: a model with random weights, random data, transformers' `Trainer` with its defaults. Around it the lab adds a fresh process and a meter, and suppresses the output. Most cells train `short`: on a CPU a smaller version of the lab's task (two layers, 64 tokens), on a GPU that task itself.
 
 # %%
 STEPS, BATCH = 5, 4
@@ -96,13 +96,13 @@ torch.testing.assert_close(from_trainer, list(from_lab.losses), rtol=0, atol=1e-
 #
 # What does the Trainer do by default? Five things are easily forgotten, and each can change the losses:
 #
-# - **two random streams.** The order of the data has a generator of its own, seeded with the seed. Dropout draws from the global one, which is seeded again once the model is built.
+# - **two random generators**, both with the Trainer's seed (here 0). One draws the order of the data. Dropout uses the other one, torch's global generator, which the Trainer seeds again once the model is built.
 # - **clipping.** A gradient with a norm above 1 is scaled down to 1.
 # - **AdamW, fused**, at a learning rate of 5e-5. The weight decay is 0 by default.
 # - **a schedule.** The learning rate falls along a line, to 0 after the last step.
-# - **the order**: backward, clip, step, schedule, zero.
+# - **the calls of a step**, in this order: backward, clip, step, schedule, zero.
 #
-# (Later cells change `order`, `rate`, `falling`, `clear` and `fetch`; with their defaults the loop does the same as the Trainer.)
+# Later cells change the loop's options: `order` (the seed of the data's order), `rate` (the learning rate), `falling` (whether it falls), `clear` (whether gradients are zeroed) and `fetch` (how batches are fetched). With the defaults the loop does the same as the Trainer.
 
 
 # %%
@@ -148,7 +148,7 @@ plots.Table(
 #
 # ## By hand: the same memory?
 #
-# The losses agree, so the mathematics does. Do both hold the same tensors in memory? `accelerate`, the Trainer's engine, fetches **one batch ahead**: it must know which batch is the last one. We let the plain loop do so too, and compare peaks.
+# The losses agree, so the mathematics does. Do both hold the same tensors in memory? `accelerate`, the Trainer's engine, fetches **one batch ahead**: it must know which batch is the last one. We let the plain loop do so too, and compare peaks. The last column is the difference in bytes.
 
 
 # %%
@@ -181,13 +181,13 @@ batch_ahead = f"explains all but {difference - explained:,}" if counted else "wa
 print(f"lab.train holds {difference:,} bytes more than the loop; the batch ahead {batch_ahead}")
 
 # %% [markdown]
-# The bytes that remain are single numbers: how many labels the batch has, the loss as it is logged, its running sum. That is the whole price in memory of the Trainer's comfort.
+# The bytes that remain are single numbers: how many labels the batch has, the loss as it is logged, its running sum. The Trainer needs no other memory that the loop does not.
 #
 # > **On a GPU:** the batch ahead waits in the host's memory, and blocks are rounded up. The cell accepts a difference of 1 %.
 #
 # ## What the guides' code does today
 #
-# The guides train the same baseline with lines of their own. Do these lines still run? The table shows them, one argument or call each. The column *today* has the outcome of a guide's line, the column *instead* the form that replaces it, and the last column the outcome of that form. Every line is executed just as it is shown (`exec` runs a text), in a fresh process for each row.
+# The guides train the same baseline with lines of their own. Do these lines still run? The table shows them, one argument or call each. *today* is the outcome of the guide's line, *instead* is the form that replaces it, and the last column is the outcome of that form. A line *runs*, *warns* of its coming removal, *raises* an error, or *differs*: it runs, but what the guide takes for granted is false. Every line is executed just as it is shown (`exec` runs a text), in a fresh process for each row.
 #
 # Some rows use short names:
 #
@@ -285,7 +285,7 @@ caption = f"{len(rows)} lines, today: " + ", ".join(f"{verdict} {number}" for ve
 plots.Table(["guide", "its line", "today", "instead", "outcome of it"], rows, caption)
 
 # %% [markdown]
-# A line that raises tells you that it no longer works, and a line that warns gives you time. Look for the rows with *differs*: they run, and do something else than the guide says. Examples are labels of a single class, or a model in 16 bits that was meant as fp32. (Whether a row about GPUs can run depends on this machine. The scripts that the guides start, `run_glue.py` and others, are in transformers' repository and not run here.)
+# A line that raises tells you that it no longer works, and a line that warns gives you time. If a line runs and still has a replacement, that is a simpler, public or newer form. Look for the rows with *differs*: they run, and do something else than the guide says. Examples are labels of a single class, or a model in 16 bits that was meant as fp32. (Whether a row about GPUs can run depends on this machine. The scripts that the guides start, `run_glue.py` and others, are in transformers' repository and not run here.)
 #
 # ## Baseline
 #
@@ -299,7 +299,7 @@ with monitor.live() as watch:
 watch.summary()
 
 # %% [markdown]
-# Experiments start and end as processes of their own; the notebook stays as it was. The monitor sees all that the system gave to a process (or to the card): the libraries' code, reserves, leftovers. The lab counts tensors.
+# The memory of the experiments moves, because they start and end as processes of their own; the notebook's stays as it was. The monitor sees all that the system gave to a process (or to the card): the libraries' code, reserves, leftovers. The lab counts tensors.
 
 # %%
 parts, phase = vanilla.memory.breakdown, vanilla.memory.peak_phase
@@ -310,7 +310,7 @@ display(widgets.revealed(lab, "vanilla peak", times, estimate=expected))
 _ = plots.memory([vanilla], title="Where vanilla training peaks")
 
 # %% [markdown]
-# Each weight has two optimizer states of its own size and a gradient, which makes four. The activations, which depend on the batch, come on top of that. The guide's figure, 14949 MB against 1288 MB of weights, was read from the whole card: it includes a *CUDA context* (memory that CUDA takes for itself) of more than 1 GB, and memory that torch's allocator keeps in reserve. Ours counts tensors.
+# Weights and AdamW's two states together take three times the bytes of the weights, and all gradients would make it four. At a peak in backward most gradients may not exist yet: look at the picture. The rest are mostly activations, which depend on the batch. The guide's figure, 14949 MB against 1288 MB of weights, was read from the whole card: it includes a *CUDA context* (memory that CUDA takes for itself) of more than 1 GB, and memory that torch's allocator keeps in reserve. Ours counts tensors.
 #
 # ## "I timed it once"
 #
@@ -338,8 +338,8 @@ print(f"timed once each, the code may seem {apart[0]:.0%} faster than itself; by
 # %% [markdown]
 # Two things to see:
 #
-# - **Warm-up.** The first step has extra work: threads start, the system hands out memory for the first time, kernels are chosen, optimizer states are made. The lab leaves `warmup_steps` out; `max_steps=1` measures a start, not a training.
-# - **The rest varies too**, from step to step and from process to process: another program had the core, the clock was lowered, memory was in another place. None of it comes from the recipe. CPU time, the seconds that the process really computed, leaves out the wait for a core; it does not make two processes equal.
+# - **Warm-up.** The first step has extra work: threads start, the system hands out memory for the first time, libraries choose their kernels, optimizer states are made. The lab does not time the first steps (how many is the profile's `warmup_steps`, not the Trainer's argument of that name); `max_steps=1` measures a start, not a training.
+# - **The rest varies too**, from step to step and from process to process: another program had the core, the clock was lowered, memory was in another place. None of it comes from the recipe. CPU time, the seconds that the process really computed, leaves out the wait for a core, but even by CPU time two processes differ.
 
 # %%
 exercises.question(
@@ -362,9 +362,9 @@ exercises.question(
 #
 # Before measuring an effect, measure no effect. On a CPU `lab.compare` deals with these variations in three ways:
 #
-# - **Turns inside one process**, on one thread. A *turn* is one step of a recipe; the two recipes take turns. So a slow minute slows both, and both share whatever makes this process faster or slower than others. The time of one turn of the first recipe divided by that of the next turn of the second is a *pair*. All pairs of one process share what is special about it, so the lab measures in several processes.
+# - **Turns inside one process**, on one thread. A *turn* is one step of a recipe; the two recipes take turns. So a slow minute slows both, and both share whatever makes this process faster or slower than others. The time of one turn of the first recipe, divided by the time of the second recipe's next turn, is a *pair*; above 1 the second recipe is faster. All pairs of one process share what is special about it, so the lab measures in several processes.
 # - **CPU time** decides. The ratio by the clock on the wall is shown beside it.
-# - **Against itself.** In the same turns the baseline runs a second time. Its difference from itself is this measurement's **noise floor**, which is never taken to be less than a factor of 1.05.
+# - **Against itself.** In the same turns the baseline runs a second time. Its difference from itself is this measurement's **noise floor**. The lab never assumes a floor below a factor of 1.05.
 #
 # > **On a GPU:** no other program uses the GPU, so each recipe has a process of its own, the clock decides, and the floor is 1.02.
 #
@@ -443,7 +443,7 @@ rows = [[name, *map("{:.3f}".format, ends)] for name, ends in bounds.items()]
 plots.Table(["the same against itself", "from", "to"], rows, caption)
 
 # %% [markdown]
-# The lab's interval reaches at least from the median divided by the floor to the median times the floor. An end of the bootstrap's interval that is further out stays where it is. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
+# The lab's interval reaches at least from the median divided by the floor to the median times the floor. An end of the bootstrap's interval that is further out stays where it is, so the two rows may be equal. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
 #
 # ## What held
 
@@ -456,7 +456,7 @@ claims.check("training-dwarfs-weights", times, note=note)
 #
 # ## Explore
 #
-# How many processes does a claim need? The picture computes the intervals of the two comparisons from the first processes only (on a GPU from the first pairs). The thick line is the bootstrap's interval, the thin one the lab's. More processes shorten the thick line; no number of them gets below the floor.
+# How many processes does a claim need? The picture computes the intervals of the two comparisons from the first process alone, then from the first two, and so on (on a GPU from the first pairs). The thick line is the bootstrap's interval, the thin one the lab's. More processes shorten the thick line; the thin line never gets shorter than the floor.
 
 # %% tags=["widget"]
 known = [comparison for comparison in (itself, effect) if comparison.speed_ratio.known]
@@ -529,7 +529,7 @@ exercises.prove(check, solution=steps, mistake=steps | {"constant rate": 2})
 # %% [markdown]
 # ## Exercise 2: which one is faster? (challenge)
 #
-# Two recipes differ in one argument: with gradient clipping, as by default, and without (`max_grad_norm=0`). Clipping takes the norm of all gradients at every step, so less work ought to be faster. Is it, here? Answer with a word *and the interval that defends it*. The check measures again.
+# Two recipes differ in one argument: with gradient clipping, as by default, and without (`max_grad_norm=0`). Clipping takes the norm of all gradients at every step, so less work ought to be faster. Is it, here? Compare them with `lab.compare`, then answer with a word *and the interval that defends it* (see the comment in the cell below). The check measures again.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -588,7 +588,7 @@ exercises.prove(check, solution=(word, ratio), mistake=("unclipped", once))
 # %% [markdown]
 # ## Recap
 #
-# - **`lab.train` fits into ten lines of Trainer**, and into a plain PyTorch loop with equal losses. Their memory differs by a batch fetched ahead and a few single numbers. The table has today's form of each line of the guides.
+# - **`lab.train` fits into ten lines of Trainer**, and into a plain PyTorch loop with equal losses. Their memory differs by a batch fetched ahead and a few single numbers. The table has today's form of each line of the guides that needs one.
 # - **A vanilla training takes many times the bytes of its weights**: 9.2 times on an AMD EPYC with 2 cores (2026-11-28); your verdict above has your figure.
 # - **The time of one and the same code varies**, so a ratio needs an interval. "Faster" means that the whole interval is on one side of 1; otherwise the effect is too small to tell. On a CPU no effect below a factor of 1.05 counts.
 #
