@@ -1,11 +1,11 @@
 # %% [markdown]
 # # How large a batch, and why not larger?
 #
-# The batch size is the first number that you change. Is the largest one that fits a good choice? The batch size decides how fast samples are processed, how many bytes are alive at the peak, and how many updates you get from your data. **Part 1** is about speed, **part 2** about learning; you may take a break between them.
+# The batch size is the first number that you change. Is the largest one that fits a good choice? The batch size decides how fast samples are processed, how many bytes are alive at the peak, and how many updates you get from your data. **Part 1** is about speed, **part 2** about learning.
 #
 # **You will see**
-# - why a larger batch is faster up to two knees, and how to compute both
-# - how to find the largest batch that fits, with and without a crash, what it brings, and at which sizes the time jumps
+# - why a larger batch is faster, until two limits are reached, and how to compute both limits
+# - how to find the largest batch that fits, with and without a crash, what it brings, and at which sizes a matmul's time jumps
 # - what a larger batch does to learning: by samples, by steps and by seconds
 #
 # **Time:** plan 45 minutes with the code and the exercises: a quarter of an hour of reading, one to two minutes of computing on two CPU cores. **Before this:** lessons 01 and 02. **Not on a CPU:** the six claims about multiples of 8 and 64, about tiles, and about fp16.
@@ -47,11 +47,11 @@ def single_thread():
 # %% [markdown]
 # ## Part 1: speed
 #
-# A linear layer multiplies its weights by rows of numbers, one row for each *token* of the batch (samples times sequence length). The matmul reads its weights once, however many rows there are. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. Between the two is a **knee**.
+# A linear layer multiplies its weights by a matrix of numbers. This matrix has one *row* for each token of the batch (samples times sequence length). The result has the same rows, and one *column* for each output feature of the layer. The matmul reads the weights once, however many rows there are. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. Speed against rows is a curve that rises and then becomes flat. Between the two parts is a **knee**.
 #
 # ## Predict
 #
-# The next cell chooses the model of part 1: on a CPU the lab's model with two layers and short sequences, on a GPU the lab's own. Suppose that your device has just enough memory to train it with a batch of 4. Now you get a device with *twice* the memory of that peak.
+# The next cell chooses the model of part 1: on a CPU the lab's model with two layers and short sequences, on a GPU the lab's model as it is. Suppose that your device has just enough memory to train this model with a batch of 4. Now you get a device with *twice* as much memory.
 
 # %%
 if on_cpu:
@@ -63,7 +63,7 @@ widgets.predict(lab, "twice the memory", "Batch 4 just fits. What fits in twice 
 # %% [markdown]
 # ## By hand: one layer, more and more rows
 #
-# First we measure the two ceilings of this machine, as in lesson 02: the rate of arithmetic, and the rate at which bytes come from memory. For a linear layer, count both: 2 operations per weight and row; the bytes of the weights once, and those of the rows in and out.
+# First we measure the two ceilings of this machine, as in lesson 02: the rate of arithmetic, and the rate at which bytes come from memory. Then we count what a linear layer does: 2 operations per weight and row, and the bytes that it moves (all weights once, the rows in and the rows out). `predicted` divides each count by its ceiling; the longer time decides.
 
 
 # %%
@@ -105,11 +105,11 @@ print(f"rows/s grow by {rates['measured'][-1] / rates['measured'][0]:.0f} x from
 print(f"half of the highest rate is reached at {enough} rows; the knee was predicted at {knee}")
 
 # %% [markdown]
-# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If rows around the knee are slower, the kernels for few rows do not reach the ceiling.
+# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If row counts near the knee are slower than predicted, the kernel for small matmuls does not reach the ceiling of arithmetic. (The prediction reaches half of the highest rate at about half of the knee. Compare the last printed line.)
 #
 # ## The second knee: has every core something to do?
 #
-# That was one core. A device has many: a GPU has about a hundred **multiprocessors**. Each takes one **tile** of the result, a block of, for example, 256 x 128 numbers. If there are fewer tiles than multiprocessors, the others are idle. Here we call the share of multiprocessors at work **occupancy**. (NVIDIA uses the word for the threads *within* one multiprocessor.) If there is one tile too many, a second **wave** begins for it. So time is a staircase. See its steps on your own cores.
+# We measured one core. A device has many: a GPU has about a hundred **multiprocessors**. Each computes one **tile** of the result at a time, a block of, for example, 256 rows x 128 columns. If there are fewer tiles than multiprocessors, the others are idle. We call the share of multiprocessors at work **occupancy**. (NVIDIA uses the word for the threads *within* one multiprocessor.) If there is one tile too many, a second **wave** begins for it. So the time grows in stairs. The next picture shows them on your own cores. (If the measured line is straight, two of the "cores" may be threads of one core, or other load kept the machine busy.)
 
 
 # %%
@@ -164,11 +164,11 @@ for card, count in {"H100": 132, "A100": 108, "T4": 40, "one core": 1}.items():
     print(f"{card}: {rounds} waves for 512, 1024, 2048, 4096 and 8192 rows of a layer with 1024 columns")
 
 # %% [markdown]
-# The lines above count the waves of this layer on four devices. (If the stairs of your own cores look like a straight line: two of the "cores" may be threads of one core, or other load kept the machine busy.) So look at two knees, **intensity** and **occupancy**. A larger batch brings speed until the later one. One core has only the first; on a large GPU a narrow layer meets the second much later.
+# The printed lines count the waves of this layer on four devices. While the number of waves stays the same, more rows take no more time. So a layer has two knees. At the knee of **intensity** arithmetic begins to take longer than reading; at the knee of **occupancy** all multiprocessors have a tile. A larger batch is faster until the later of the two. A single core has only the first knee. On a large GPU, a layer with few columns reaches the second knee at many more rows than the first.
 #
 # ## Baseline: the largest batch that fits
 #
-# A whole step is more than its matmuls: it has small operations, and an update that costs the same for every batch. First the memory. From some batch size on, the peak grows in a straight line. We measure it at two sizes on that line. The line gives the largest batch that fits, and two more runs check it.
+# A whole step also has small operations, and an update that costs the same for every batch. We begin with the memory. From some batch size on, each further sample adds the same number of bytes to the peak. So two measured sizes give a straight line. The line gives the largest batch that fits, and two more runs check it.
 
 # %%
 sizes = (16, 32) if on_cpu else (8, 16)
@@ -198,9 +198,9 @@ with lab.quiet():
 widgets.revealed(lab, "twice the memory", fitting, estimate=estimated)
 
 # %% [markdown]
-# Twice the memory is not twice the batch. Weights, gradients and optimizer states take their bytes once, so the whole second half is for samples.
+# Twice the memory is not twice the batch. Weights, gradients and optimizer states take the same bytes for every batch. They are in the first half already, so the second half is free for samples.
 #
-# The estimate trains nothing. `auto_find_batch_size=True` tries instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error. (Until [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 it halved the batch.) The next cell calls it directly. On a CPU the error is planted: above the limit we ask for more memory than any machine has.
+# The estimate trains nothing. The Trainer's argument `auto_find_batch_size=True` tries batch sizes instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error. (Until [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 it halved the batch.) The next cell calls this function directly. On a CPU we cause the error ourselves: above the limit we ask for more memory than any machine has. The cell also tests an out-of-memory message of oneDNN, torch's library for matmuls on a CPU.
 #
 # > **On a GPU:** torch's own limit on memory raises the error.
 
@@ -233,11 +233,11 @@ rows.append(["two estimates", "none", estimated, estimate_seconds])
 plots.Table(["way", "trained with", "answer", "seconds"], rows)
 
 # %% [markdown]
-# The answer of the search depends on the size that it began with, on the nine tenths, and on luck. It is seldom a multiple of 8, and perhaps short of the largest that fits. The search also changes the effective batch and leaves the learning rate as it was. And accelerate recognizes an out-of-memory error by its message. If a library words its message differently, as oneDNN does (torch's library for matmuls on a CPU; the line above the table), your search ends in a crash. With a small model the search may be quicker than the estimates; the larger the model, the more a failed attempt costs.
+# The answer of the search depends on the size that it began with, on the nine tenths, and on luck. It is seldom a multiple of 8, and it may be smaller than the largest batch that fits. The search also changes the samples per update, but not the learning rate (part 2 shows why the two belong together). And accelerate recognizes an out-of-memory error by its message. If a library words its message differently, as oneDNN does (the line above the table), your search ends in a crash. With a small model the search may be quicker than the estimates; the larger the model, the more a failed attempt costs.
 #
 # ## Change one thing: the batch, up to that limit
 #
-# Steps of all sizes alternate in one process, and again in two more processes. The smallest and the largest size run twice as often as the others: the difference between a size and itself is the noise.
+# Steps of several batch sizes alternate in one process, and again in two more processes. The smallest and the largest batch are timed twice, to measure the noise.
 
 
 # %%
@@ -288,11 +288,11 @@ print(f"batch {fitting} is {speeds[-1] / speeds[0]:.2f} x as fast as batch 1; ",
 print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 
 # %% [markdown]
-# In the left picture two effects add up. The distance between the lines is the **update**: more samples share it. The rise that remains without the update comes from passes that fill the device better, and from calls that more samples share. In the right picture each sample adds as many bytes as the one before, up to the limit; the line looks bent because the axis of the batch size is logarithmic. The peak of a small batch can be above the line: it is then at the end of backward or in the update, where the gradients are complete and the batch hardly matters.
+# In the left picture two effects add up. The distance between the lines is the **update**: in a larger batch, more samples share it. The line *without the update* rises for two reasons: larger passes fill the device better, and each call of an operation serves more samples. In the right picture each sample adds the same number of bytes; the line looks bent because the axis of the batch size is logarithmic. A small batch can peak above the line: at the end of backward or in the update, where all gradients are in memory and the batch hardly matters.
 #
-# ## Multiples of 8, of 64, and of what else
+# ## Multiples of 8, of 64, or of another number
 #
-# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles of its own: vectors of 16 numbers (AVX512), 8 (AVX2) or 4. We predict where time will jump, before we measure.
+# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles, too: vectors of 16 columns (AVX512), 8 (AVX2) or 4. The next cell predicts at which numbers of columns (*edges*) the time will jump. The cell after it measures there.
 
 
 # %%
@@ -303,11 +303,11 @@ def repeats(shape):  # so that each takes long enough for the clock
 features = lab.machine.cpu_features or ()
 vector = 16 if "avx512f" in features else 8 if "avx2" in features else 4
 if on_cpu:
-    rows_here, depth, tile, at_once, past = 256, 256, (256, vector), 1, 1
+    rows_here, depth, tile, at_once, past = 256, 256, (256, vector), 1, 1  # past: columns beyond an edge
 else:  # 8 past an edge: an odd number would also be slow by its alignment
     rows_here, depth, tile, at_once, past = 2048, 4096, (256, 128), cores, 8
 edge = at_once // (rows_here // tile[0]) * tile[1]  # the most columns of one wave
-near = vector // 4 if on_cpu else 8
+near = vector // 4 if on_cpu else 8  # the measured columns are at most 4 times this far from an edge
 columns = {n * edge + away for n in (1, 2, 3, 4) for away in (-4 * near, -2 * near, -near, 0, past, near)}
 columns = sorted(columns - {0})
 expected_waves = [waves(rows_here, number, tile, at_once) for number in columns]
@@ -341,11 +341,11 @@ for wave in (1, 2, 3, 4):
     print(f"{wave * edge} -> {wave * edge + past} columns: predicted {(wave + 1) / wave:.2f} x, measured {jump:.2f} x")
 
 # %% [markdown]
-# If time jumps where the stairs do, the tile is confirmed. A jump that is lower than predicted means that the kernel has a cheaper way to compute a tile that is not full.
+# If the measured time jumps where the predicted line does, the size of the tile is confirmed. If a jump is lower than predicted, the kernel has a cheaper way to compute a tile that is not full.
 #
-# **Alignment** is another effect. Tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. To see alignment alone, sizes must not cross an edge of tiles. 61 x 64 = 3904 is between the edges of all usual tiles, and so are the sizes after it. The claims below compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd), on a GPU.
+# **Alignment** is another effect. A GPU's tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. To see alignment alone, sizes must need the same number of tiles. The sizes just above 61 x 64 = 3904 do: no edge of the usual large tiles is among them. The claims below compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd), on a GPU.
 #
-# The table changes each dimension of a larger matmul: rows M (samples x tokens), columns N (features out), depth K (features in). Each entry is the FLOP/s at a size, divided by the FLOP/s at size n: below 1 is slower. On a GPU n is 3904, on a CPU it is the length of four vectors. The lines above the table are about the output layer of a language model, with 30522 words or padded to 30528.
+# The next cell changes one dimension of a matmul at a time: its rows M (samples x tokens), its columns N (features out), or its depth K (features in). Each entry of the table is the FLOP/s at a size, divided by the FLOP/s at size n: below 1 is slower. On a GPU n is 3904, so the table shows alignment. On a CPU n is the length of four vectors, so row N shows an edge: *n + 1* begins a new tile. The lines above the table are about the output layer of a language model, with 30522 words or padded to 30528.
 
 # %%
 base, rest = (4 * vector, 256) if on_cpu else (61 * 64, 4096)
@@ -369,13 +369,13 @@ print(f"the output layer takes {found[-1] / found[-2]:.2f} x as long with {padde
 plots.Table(["FLOP/s against n", f"n - 1 = {base - 1}", f"n = {base}", "n + 1", "n + 8"], rows)
 
 # %% [markdown]
-# Padding costs next to nothing in bytes, so it is worth doing even for a small gain, above all in fp16 on a GPU: the 50257 words of GPT-2, for example, become 50304. A batch of 7 sequences of 512 tokens needs no padding. The rows of its matmuls are samples *times tokens*, 3584 = 56 x 64.
+# Padding costs next to nothing in bytes, so even a small gain is worth it, above all in fp16 on a GPU: the 50257 words of GPT-2, for example, become 50304. A batch of 7 sequences of 512 tokens needs no padding. The rows of its matmuls are samples *times tokens*, 3584 = 56 x 64.
 #
 # ## What held: speed
 #
 # ### The batch
 #
-# `Ratio.of_turns` divides the seconds of steps that ran alternately, and gives an interval. For each run of the second step, the first one runs twice. Both times it is the same code, so any difference is noise, and the interval is never narrower than this noise.
+# `Ratio.of_turns` divides the seconds of two batches whose steps ran alternately. Its interval is never narrower than the noise: the difference between two timings of the same batch.
 
 
 # %% tags=["claim"]
@@ -486,7 +486,7 @@ _ = widgets.explore(draw, card=cards, columns=[1024, 4096, 512], tile=["256 x 12
 # %% [markdown]
 # ## Exercise 1: who gains by twice the batch?
 #
-# Tiles have 256 x 128 numbers. A layer is **bound by reading** below its first knee, here 100 rows. Which of these layers become at least 1.5 times as fast by twice the batch?
+# Tiles have 256 x 128 numbers. A layer is **bound by reading** below its first knee, here 100 rows. Twice the batch means twice the rows. Which of these layers then process at least 1.5 times as many rows per second?
 #
 # **A** an H100, 512 rows, 1024 columns · **B** one core, 512 rows, 1024 columns · **C** an H100, 4096 rows, 8192 columns · **D** a T4, 16 rows, 16384 columns
 
@@ -531,7 +531,7 @@ exercises.prove(check, solution={"A", "D"}, mistake={"D"})  # the mistake: the f
 #
 # The numbers are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
 #
-# - **A larger batch is faster until the later of two knees.** Two ceilings give the knee of intensity, and counting tiles gives the knee of occupancy. A whole step also shares its update and its calls: batch 51 was 3.0 times as fast as batch 1.
+# - **A larger batch is faster until the later of two knees.** Two ceilings give the knee of intensity, and counting tiles gives the knee of occupancy. In a whole step more samples also share the update and each call: batch 51 was 3.0 times as fast as batch 1.
 # - **The largest batch that fits can be found without a crash**, and its last three quarters bring little: a quarter of it had 0.89 times its speed.
 # - **Time jumps at the edges of tiles**, if your picture and your table show it. Padding is nearly free: 30528 words instead of 30522 took 25 kB.
 #
@@ -539,7 +539,7 @@ exercises.prove(check, solution={"A", "D"}, mistake={"D"})  # the mistake: the f
 #
 # ## Part 2: learning
 #
-# The gradient of a batch is the true gradient plus noise, and the variance of the noise falls as one over the batch size. The squared length of a batch's gradient is therefore **signal + noise / batch**. Gradients of two batch sizes give these two numbers. Their ratio, noise / signal, is the *simple noise scale* of [McCandlish et al.](https://arxiv.org/abs/1812.06162): the batch size at which half of a gradient is noise. Well below it, twice the batch is worth nearly two steps; well above it, twice the batch brings nearly nothing.
+# The gradient of a batch is the true gradient plus noise, and the variance of the noise falls as one over the batch size. The squared length of a batch's gradient is therefore **signal + noise / batch**. Measured at two batch sizes, it gives two equations for the two unknowns, signal and noise. Their ratio, noise / signal, is the *simple noise scale* of [McCandlish et al.](https://arxiv.org/abs/1812.06162): the batch size at which noise is half of the squared length. Far below the noise scale, one step with twice the batch is worth nearly two steps. Far above it, twice the batch brings nearly nothing.
 
 
 # %%
@@ -587,15 +587,15 @@ for ax, title, squared in zip(axes, ("At the start", "After 24 steps of 32"), le
 print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".format(*scales))
 
 # %% [markdown]
-# The line is drawn through the two ends, and comes close to the five points between them. The noise scale is not constant: it changes as the model learns. That is one reason why no batch size is right for a whole training, and why a high learning rate is often approached in small steps (*warm-up*).
+# The line is computed from the first and the last point, and comes close to the five points between them. The printed noise scale changes as the model learns. That is one reason why no batch size is right for a whole training, and why a high learning rate is often reached in small steps (*warm-up*).
 #
-# Now we train with batches of 8, 32 and 128 samples. The model has to tell sequences of class 1 from those of class 0. In class 1 each token is replaced by a *marker* with a probability of 10 %; in class 0 no token is. So a few sequences of class 1 have no marker, and even the best rule, *class 1 if there is a marker*, is not always right. Each size gets three learning rates. Batches 32 and 128 get
+# Now we train with batches of 8, 32 and 128 samples. The model has to classify sequences. In class 1 each token is replaced by a *marker* with a probability of 10 %; in class 0 no token is. A few sequences of class 1 have no marker, so even the best rule, *class 1 if there is a marker*, is not always right. Each size gets three learning rates. Batches 32 and 128 get
 #
 # - the rate of batch 8 as it is,
 # - this rate times the square root of (batch size / 8),
 # - this rate times (batch size / 8).
 #
-# Batch 8 gets the same rates as batch 32, to be fair. All sizes get the same 2048 samples, in three seeds, and are judged on unseen sequences. The table's last column, *above the best rule*, is the distance between the model's probabilities and those of the best rule. A perfect model has 0 there, but its loss is above 0.
+# Batch 8 gets the same rates as batch 32, to be fair. All sizes train on 2048 samples, with three random seeds each. The loss is measured on unseen sequences. The table's last column, *above the best rule*, is the distance between the model's probabilities and those of the best rule (their KL divergence). A perfect model has 0 in this column, but its loss is above 0.
 
 
 # %%
@@ -720,13 +720,13 @@ plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {targ
 # - **By steps** it is the large batch: each update is better informed.
 # - **By seconds** it depends on the cost of a step of each size on this machine, the subject of part 1.
 #
-# The picture on the right shows your choice: to its upper left many small steps, to its lower right few large ones. No size has the fewest of both. In theory the curve bends at the noise scale.
+# The picture on the right shows your choice: many small steps (its upper left) or few large steps (its lower right). No batch size needs both the fewest steps and the fewest samples. In theory such points are on a curve, which bends where the batch size is near the noise scale.
 #
-# Read the table of learning rates too. A large batch at the small batch's rate loses its advantage, and one at a rate scaled in proportion may not learn at all. For Adam, theory suggests [the square root](https://arxiv.org/abs/2205.10287).
+# Read the table of learning rates too. A large batch that keeps the small batch's rate loses its advantage. A large batch with a rate scaled in proportion may not learn at all. For Adam, theory suggests [the square root](https://arxiv.org/abs/2205.10287).
 #
 # ## What held: learning
 #
-# How well a training *ends* is judged by the distance to the best rule, not by the loss. The loss of the best rule itself is the same for every training.
+# The third claim, how well a training *ends*, compares the distance to the best rule, not the loss, because even the best rule has a loss. If its verdict is *too small to tell*, the three seeds disagree.
 
 
 # %% tags=["claim"]
@@ -748,11 +748,11 @@ display(claims.check("larger-batch-same-data", against(128, 8, 4, 64), note="bat
 claims.check("larger-batch-ends-better", ends(128, 8), note=f"16 steps and 256; batch 32 and 8: {ends(32, 8)}")
 
 # %% [markdown]
-# The guide says that a larger batch often converges faster. That is true if you count *steps*. On the same *data* a larger batch makes fewer updates. So tune the batch in this order: find the sizes that learn well within your budget, then take the fastest of them. The largest batch that fits is an upper bound, not the answer.
+# The guide says that a larger batch often converges faster. That is true if you count *steps*. On the same *data* a larger batch makes fewer updates. So first find the sizes that learn well within your budget, then take the fastest of them. The largest batch that fits is an upper bound, not the answer.
 #
 # ## Exercise 2: the challenge
 #
-# Reach a low loss in a given time, under a memory limit. You choose the batch size and the learning rate. Your training may take as much memory as batch 128, and it gets as many steps as fit into the budget, at the seconds that a step of your size takes here. The budget is 24 steps of batch 32. The target is between the loss of guessing (0.69) and the loss of batch 32 at its best rate after 16 steps.
+# Reach the printed target, a loss, in a given time and under a memory limit. You choose the batch size and the learning rate. Your training may take as much memory as batch 128. The time budget is what 24 steps of batch 32 take here. Your training gets as many steps of your batch size as fit into the budget. The target is between the loss of guessing (0.69, which is ln 2) and the loss of batch 32 at its best rate after 16 steps.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -807,8 +807,8 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# - **Speed:** a larger batch was faster until the later of two knees, which ceilings and tiles predict. In the whole step it shared updates and calls as well: of the seconds that it saved, a share of 0.36 were updates (on the machine named in part 1).
-# - **Memory:** the largest batch that fits was found by crashing, and without. Your tables show what it brought, and whether the time jumped at the edges of tiles.
+# - **Speed:** a larger batch was faster until the later of two knees. The ceilings predict one knee, the tiles the other. In a whole step, more samples also share the update and each call: updates were a share of 0.36 of the seconds that the largest batch saved (on the machine named in part 1).
+# - **Memory:** the largest batch that fits was found by a search that crashes, and by a line that does not. Your outputs show what it brought, and whether the time jumped at the edges of tiles.
 # - **Learning:** after 16 steps the loss with batch 128 was 0.09 times that with batch 8; after the same 512 samples it was 11.8 times. By seconds the winner depends on your machine, and a large batch needs a scaled learning rate.
 
 # %% tags=["finish"]

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # How do you train with a batch that does not fit?
 #
-# You want a batch of 32, and the device holds 4. Gradient accumulation gives you the 32 all the same, a few samples at a time. Is it the same training? And what does it cost?
+# You want to train with a batch of 32, but the device has memory for a batch of 4. Gradient accumulation processes the 32 samples a few at a time, and updates the weights once. Is it the same training? And what does it cost?
 #
 # **You will see**
-# - how micro-batches reproduce the gradient of the whole batch, and four ways to lose that equality
+# - how micro-batches reproduce the gradient of the whole batch, and four cases in which the two gradients differ
 # - which bytes accumulation saves, which bytes it adds, and when it costs speed
 # - whether the Trainer's accumulated gradient is right on your versions, and two remedies if it is not
 #
@@ -12,7 +12,7 @@
 #
 # **Before you start:** lessons 01 (memory) and 03 (a speed ratio with its interval).
 #
-# **What a CPU cannot show:** how much speed small micro-batches cost on a large device, with the guides' sequences of 512 tokens. All claims are tested on a CPU, with shorter sequences.
+# **What a CPU cannot show:** how much speed you lose by small micro-batches on a large device, with the guides' sequences of 512 tokens. A CPU tests all claims, but with shorter sequences.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -39,11 +39,11 @@ torch.set_num_threads(1)  # for this notebook's own process, where all tensors a
 #
 # The loss of a batch is a mean over its samples. A mean can be computed in parts: the gradient of the whole batch is the sum of the gradients of its parts, each multiplied by its share of the samples. PyTorch adds up gradients by default, because `backward()` *adds* to `.grad`, and only `zero_grad()` clears it.
 #
-# So divide the batch into **micro-batches**, run them one after the other, and let the optimizer update once at the end. Only the activations of one micro-batch exist at a time; this is what saves memory. We write *4 x 2* for micro-batches of 4 samples, accumulated 2 times: an **effective batch** of 8.
+# So divide the batch into **micro-batches**, run a *pass* (forward and backward) for each of them, one after the other, and let the optimizer update once at the end. Only the activations of one micro-batch exist at a time; this saves memory. We write *4 x 2* for micro-batches of 4 samples, accumulated 2 times: an **effective batch** of 8.
 #
 # ## Predict
 #
-# Below, a batch of 4 is trained as 4 x 1, then as 1 x 4. The activations fall to a quarter; weights and optimizer states stay.
+# Below, a batch of 4 is trained as 4 x 1, then as 1 x 4. The activations fall to a quarter; weights and optimizer states stay the same.
 
 # %%
 widgets.predict(
@@ -58,7 +58,7 @@ widgets.predict(
 # %% [markdown]
 # ## By hand
 #
-# We take a small network and eight samples, and write the gradient as one long vector. The mean loss of each micro-batch is multiplied by `weight`. Two numbers compare two gradients: the ratio of their lengths (*norm ratio*), and the cosine of the angle between them. If the gradients are equal, both are 1.
+# We take a small network and eight samples. `gradient` runs all micro-batches and returns the accumulated gradient as one long vector. It multiplies the mean loss of each micro-batch by the factor `weight`. `against` compares this gradient with that of the whole batch, by two numbers: the ratio of their lengths (*norm ratio*), and the cosine of the angle between them. If the gradients are equal, both numbers are 1.
 
 
 # %%
@@ -75,8 +75,9 @@ def gradient(model, micro_batches, weight, loss_of=cross_entropy):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def against(found, wanted):
-    return [found.norm().item() / wanted.norm().item(), cosine_similarity(found, wanted, dim=0).item()]
+def against(accumulated, reference):
+    norm_ratio = accumulated.norm().item() / reference.norm().item()
+    return [norm_ratio, cosine_similarity(accumulated, reference, dim=0).item()]
 
 
 model = network(torch.nn.LayerNorm)
@@ -92,7 +93,7 @@ torch.testing.assert_close(parts, whole)
 #
 # ### Break it: four experiments
 #
-# The next cells break this equality in four ways. Compare the norm ratio and the cosine of each. The first experiment forgets to multiply by the share of a quarter.
+# In each of the next four cells the accumulated gradient is no longer that of the whole batch. Compare the norm ratio and the cosine. The first experiment forgets to multiply by the share of a quarter.
 
 # %%
 rows = [["scaled by 1/4", *against(parts, whole)]]
@@ -106,7 +107,7 @@ def compare_gradients(name, accumulated, of_batch):
 compare_gradients("scaling forgotten", gradient(model, pairs, weight=1), whole)
 
 # %% [markdown]
-# The second replaces LayerNorm, which normalizes each sample by itself, by BatchNorm, which normalizes by the *other samples of the same pass*.
+# The second experiment replaces LayerNorm, which normalizes each sample by itself, by BatchNorm, which normalizes by the *other samples of the same pass*.
 
 # %%
 batch_norm = network(torch.nn.BatchNorm1d)
@@ -114,19 +115,20 @@ batch_norm_whole = gradient(batch_norm, [(x, y)], weight=1)
 compare_gradients("BatchNorm", gradient(batch_norm, pairs, weight=1 / 4), batch_norm_whole)
 
 # %% [markdown]
-# The third takes a contrastive loss: each sample has to recognize itself among all samples of its pass.
+# The third experiment takes a contrastive loss: each sample has to recognize itself among all samples of its pass.
 
 
 # %%
 def contrast(outputs, _):
-    return cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+    similarities = outputs @ outputs.T  # of each sample with each sample of the pass
+    return cross_entropy(similarities, torch.arange(len(outputs)))
 
 
-contrastive = gradient(model, pairs, 1 / 4, contrast), gradient(model, [(x, y)], 1, contrast)
+contrastive = gradient(model, pairs, 1 / 4, contrast), gradient(model, [(x, y)], 1, contrast)  # accumulated, whole
 compare_gradients("contrastive loss", *contrastive)
 
 # %% [markdown]
-# The fourth takes a loss per token, and two sequences of unequal lengths: 12 tokens and 2 tokens.
+# The fourth experiment takes a loss per token, and two sequences of unequal lengths: 12 tokens and 2 tokens.
 
 # %%
 tokens, targets = torch.randn(14, 16), torch.randint(4, (14,))
@@ -138,8 +140,8 @@ plots.Table(["micro-batches", "norm ratio", "cosine"], rows)
 # %% [markdown]
 # - **Scaling forgotten**: the direction is right, but the gradient is four times too long.
 # - **BatchNorm**: this is the gradient of another function, because each sample is now normalized with other samples. No weight repairs that.
-# - **Contrastive loss**: length and direction are wrong. A question below asks why.
-# - **Unequal lengths**: the mean of the two means gives the 2 tokens as much influence as the 12. A weight does repair that; it is your first exercise.
+# - **Contrastive loss**: the length and the direction are wrong. A question below asks why.
+# - **Unequal lengths**: the mean of the two means gives the 2 tokens as much influence as the 12. Another `weight` for each micro-batch does repair that; finding it is your first exercise.
 #
 # How bad is a gradient that is four times too long? It depends on the optimizer. The next cell moves a model by one step of SGD, and by one step of AdamW.
 
@@ -162,9 +164,9 @@ for name, make in optimizers.items():
     print(f"{name}: a gradient 4 times as long moves the weights {moved(make, 4) / moved(make, 1):.2f} times as far")
 
 # %% [markdown]
-# Adam divides the gradient by its own running size, so a constant factor cancels. SGD takes it in full, like a learning rate four times as high.
+# Adam divides the gradient by a running average of the gradient's own size, so a constant factor cancels. With Adam such an error can therefore remain unnoticed. SGD multiplies the step by this factor, as if the learning rate were four times as high.
 #
-# With every optimizer, a log that adds up the losses of the micro-batches, as the Trainer's does, shows a loss four times too high. Gradient clipping, which the Trainer does at a norm of 1 by default, starts four times too early. This explains how such an error can remain unnoticed.
+# Two effects remain with every optimizer, Adam included. A log that adds up the losses of the micro-batches, as the Trainer's does, shows a loss four times too high. And gradient clipping, which the Trainer does at a norm of 1 by default, already clips gradients of a quarter of that norm.
 
 # %% jupyter={"source_hidden": true}
 assert cosine_similarity(*contrastive, dim=0) < 0.99  # as the row above shows
@@ -189,7 +191,7 @@ exercises.question(
 # %% [markdown]
 # ## Baseline
 #
-# The task of this machine's profile, as 4 x 1.
+# We train the task of this machine's profile as 4 x 1: one micro-batch of 4 samples per update.
 #
 # > **On a GPU** the sequences have 512 tokens, as in the guides.
 
@@ -228,9 +230,9 @@ _ = plots.timeline(accumulated, ax=axes[1], title="1 x 4: four small passes, gra
 _ = axes[1].set_ylim(axes[0].get_ylim())
 
 # %% [markdown]
-# Compare the bars category by category. From *4 x 1* to *1 x 4* the activations fall to a quarter, and the temporaries shrink, too. Weights and optimizer states stay the same.
+# Compare the bars category by category. From *4 x 1* to *1 x 4* the activations fall to a quarter. The temporaries of a pass shrink, too. Weights and optimizer states stay the same.
 #
-# Now compare *1 x 4* with *1 x 1*: one category was **added**. Without accumulation the gradients are freed before the next forward pass, so they hardly exist at the same time as the activations. With accumulation, the sum must be kept during all following passes: one full set of gradients is part of the peak. The timelines show it appear in the first pass and stay.
+# Now compare *1 x 4* with *1 x 1*: accumulation **adds** gradients. Without accumulation, the gradients are freed before the next forward pass, so at the peak hardly any gradients are in memory. With accumulation, the sum of the gradients must be kept during all following passes, so one full set of gradients is part of the peak. In the timeline of 1 x 4 the gradients appear in the first pass and stay.
 
 # %% jupyter={"source_hidden": true}
 tail = dict(
@@ -260,9 +262,9 @@ exercises.question(
 # %% [markdown]
 # ## What it costs
 #
-# The arithmetic is the same, only divided differently. Three numbers explain nearly all of the time: the seconds of a pass, how they grow with the micro-batch, and the seconds of an update. The next two cells measure these parts, and the peak of four ways to make a batch of 8.
+# The arithmetic is the same, only divided differently. Nearly all of the time is explained by the seconds of a pass of each micro-batch size, and by the seconds of an update. The next two cells measure these *parts*, and the peak of four ways to make a batch of 8.
 #
-# `predicted_ratio` calculates from the parts how much faster one way is than another. It gives a range of +-20 %, because the parts are timed without the Trainer: the Trainer adds work of its own to each part, up to a fifth.
+# `predicted_ratio` calculates from the parts how much faster one way is than another. It returns a range of +-20 %, because the parts are timed without the Trainer, and the Trainer adds work of its own to each part, up to a fifth.
 #
 # > **On a CPU** the sequences have 64 tokens, to save your time.
 
@@ -278,12 +280,13 @@ def parts_of(task, sizes=(1, 2, 4, 8)):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         batches = [task.batch(size, device) for size in sizes]
         works = [lambda batch=batch: model(**batch).loss.backward() for batch in batches]
-        return [min(own for _, own in turns) for turns in interleaving.in_turns([*works, optimizer.step], 3)]
+        calls = interleaving.in_turns([*works, optimizer.step], 3)  # of each call: (wall-clock, CPU) seconds
+        return [min(cpu_seconds for _, cpu_seconds in each) for each in calls]
 
     return dict(zip((*sizes, "update"), lab.run(measured, "parts", task=task, measure="value").value))
 
 
-def speed(micro_batch, steps, parts, factor=1):
+def speed(micro_batch, steps, parts, factor=1):  # samples per second, if an update took `factor` times as long
     return micro_batch * steps / (steps * parts[micro_batch] + factor * parts["update"])
 
 
@@ -313,8 +316,8 @@ _ = plots.memory(list(sweep.values()), ax=right)
 # %% [markdown]
 # Read the rows from top to bottom: the same effective batch, made of smaller and smaller passes.
 #
-# - **Memory** (right): the peak falls with the micro-batch. From 8 x 1 to 4 x 2 it falls by less than the activations do, because accumulation adds a set of gradients. Weights and optimizer states stay the same. (A bar without activations has its peak at another moment, when they are freed.)
-# - **Speed** (left): this is the price, if there is one. (Each part was timed a few times only; the intervals come below.) A small pass may keep the device less busy than a large one, and then each sample costs more. How much more depends on your machine and your sequences, not on accumulation: the shorter the sequences and the larger the device, the more.
+# - **Memory** (right): the peak falls with the micro-batch. From 8 x 1 to 4 x 2 it falls by less than the activations do, because accumulation adds a set of gradients. Weights and optimizer states stay the same. (If a bar has no activations, that peak is at another moment, after the activations were freed.)
+# - **Speed** (left): if it falls from row to row, this fall is the price of accumulation. (Each part was timed only a few times; the comparisons with intervals come below.) A small pass may keep the device less busy than a large one, and then each sample costs more. How much more depends on your machine and your sequences, not on accumulation: the price is higher for short sequences and on large devices.
 #
 # So far the effective batch stayed the same. The next question changes only the number of accumulation steps.
 
@@ -335,24 +338,24 @@ exercises.question(
 )
 
 # %% [markdown]
-# So there are two comparisons: with one large pass, and with *updating after each micro-batch*. In the second one, accumulation runs the update once instead of several times.
+# So accumulation can be compared with two other ways: with one large pass, or with *updating after each micro-batch*. In the second comparison, accumulation saves time, because it runs the update once instead of several times.
 #
 # ## Test the Trainer
 #
-# Does `gradient_accumulation_steps` give the gradient that your loop gave? Two models are tested: a BERT classifier with two layers, and a small language model.
+# Does the Trainer's `gradient_accumulation_steps` give the same gradient as a loop over micro-batches, like the one in `gradient` above? Two models are tested: a BERT classifier with two layers, and a small language model.
 #
-# The Trainer counts the labels of the whole effective batch, and passes the count to the model as `num_items_in_batch`. Two facts decide the outcome:
+# The loss of each micro-batch must be scaled, as in the first experiment. Either the Trainer divides it by the number of accumulation steps, or the model divides it by the number of labels in the whole effective batch. The Trainer counts these labels, and passes the count to the model as `num_items_in_batch`. Two facts decide the outcome:
 #
-# - *Does the Trainer trust the model to divide by the count?* If so, the Trainer does not divide.
-# - *Does the model divide by it?* The test passes another count, and looks whether the loss changes.
+# - *Does the Trainer trust the model to divide by the count?* If so, the Trainer does not divide the loss.
+# - *Does the model divide by the count?* The test passes another count to the model, and looks whether the loss changes.
 #
 # `trainer_gradient` trains one step with the Trainer and returns the gradient that the optimizer receives:
 #
-# 1. It makes the Trainer with this micro-batch and these accumulation steps, with dropout off, clipping off and exactly four samples.
+# 1. It makes a Trainer with a micro-batch and a number of accumulation steps, with dropout off, clipping off and exactly four samples.
 # 2. A hook that torch calls before each optimizer step copies all gradients into one long vector.
 # 3. It also returns `model_accepts_loss_kwargs`: whether the Trainer trusts the model.
 #
-# `trainer_test` takes this gradient for 4 x 1 as the reference. It compares two others with it: that of your loop (*by hand* in the table) and the Trainer's for 1 x 4 (*by the Trainer*, with its cosine).
+# `trainer_test` takes the Trainer's gradient for 4 x 1 as the reference. It compares two others with the reference: the gradient of a loop over four samples (*by hand* in the table), and the Trainer's gradient for 1 x 4 (*by the Trainer*, with its cosine).
 
 
 # %%
@@ -390,7 +393,7 @@ def trainer_test(prepare=None):
         model = task.build_model()
         loss = model(**batch).loss.item()
         divides = abs(model(**batch, num_items_in_batch=torch.tensor(10**6)).loss.item() / loss - 1) > 0.01
-        for i in range(4):  # your loop by hand
+        for i in range(4):  # the loop by hand: 1 x 4
             (model(**{name: values[i : i + 1] for name, values in batch.items()}).loss / 4).backward()
         by_hand = torch.cat([weight.grad.flatten() for weight in model.parameters()]).double()
         large, _ = trainer_gradient(task, 4, 1)
@@ -421,21 +424,22 @@ else:
     )
 if trusted and not divides:
     print("The Trainer leaves the division to the model, and the model to the Trainer: neither divides.")
-header = ["model", "the Trainer trusts it", "it divides", "norm ratio by hand", "by the Trainer", "cosine"]
+ratios = ["norm ratio by hand", "norm ratio by the Trainer", "cosine by the Trainer"]
+header = ["model", "the Trainer trusts it", "it divides", *ratios]
 plots.Table(header, [[name, *row] for name, row in tests.items()])
 
 # %% [markdown]
-# The Trainer trusts every model whose `forward` takes `**kwargs`, unless the model says otherwise. The language model does use the count. The BERT classifier of transformers 5 takes the keyword arguments, but computes a plain mean:
+# The Trainer trusts every model whose `forward` takes `**kwargs`, unless the model says otherwise. The language model does divide by the count. The BERT classifier of transformers 5 takes `**kwargs`, too, but it ignores the count and returns the mean over its micro-batch:
 #
 # - With 5.0.0, 5.15.0, 5.23.0 and 5.24.0 the ratio was 4.
-# - In 4.57.6 the classifier took no keyword arguments. The Trainer divided, and the ratio was 1.
+# - In 4.57.6 the classifier did not take `**kwargs`. The Trainer divided, and the ratio was 1.
 #
-# [Issue 47688](https://github.com/huggingface/transformers/issues/47688) lists dozens of heads (the last layers of a model, which compute the loss) with the same fault; BERT's classification head is not yet among them. Test *your* model on your versions in the same way: if the two columns say *True* (trusted) and *False* (does not divide), its gradient is wrong. With a cosine of 1 beside a wrong ratio, AdamW hides the error, as you saw, but the logged loss and the clipping suffer.
+# [Issue 47688](https://github.com/huggingface/transformers/issues/47688) lists dozens of heads (the last layers of a model, which compute the loss) with the same fault; BERT's classification head is not yet among them. Test *your* model on your versions in the same way: if the two columns say *True* (trusted) and *False* (does not divide), its gradient is wrong. If only the ratio is wrong and the cosine is 1, AdamW hides the error, as you saw. The logged loss and the clipping are still wrong.
 #
-# Two remedies pass the same test below:
+# The next cell tests two remedies in the same way:
 #
 # - Give the Trainer a loss function that divides by the count. The Trainer uses it instead of the model's loss, so it does not matter that the model still does not divide. This is exact, also for unequal lengths.
-# - Tell the Trainer not to trust the model, in one line. It then takes the mean of the means, which is right if all micro-batches have the same number of labels.
+# - Tell the Trainer not to trust the model, in one line. The Trainer then takes the mean of the micro-batches' means, which is right if all micro-batches have the same number of labels.
 
 
 # %%
@@ -469,9 +473,9 @@ claims.check("accumulation-same-gradient", ratio, note=f"cosine {cosine:.6f}; no
 # %% [markdown]
 # ### Speed
 #
-# Five comparisons of two runs each. The two runs are interleaved, and the interval says whether this machine can decide the claim.
+# There are five claims, each about two runs. The two runs are interleaved, and the interval says whether this machine can decide the claim. The last column is the length of a sequence.
 #
-# | claim | compares | statement | tokens on a CPU |
+# | claim | compares | statement | tokens per sequence, on a CPU |
 # |---|---|---|---|
 # | `accumulation-cost` | 1 x 4 with 4 x 1 | 2023 guide: it costs a little speed | 256, with two layers (the guide's sequences are long, too) |
 # | `accumulation-only-slows` | 4 x 2 with 8 x 1 | 2023 guide: if the batch fits, it only slows down | 32 |
@@ -511,11 +515,11 @@ claims.check(
 assert not more_steps.known or more_steps.high > 1  # the answer to the question "slower"
 
 # %% [markdown]
-# The two guides contradict each other less than it seems. The 2022 guide compares at the same micro-batch: the passes are the same, with fewer updates. The 2023 guide compares at the same effective batch: more steps mean smaller passes. But the 2023 guide also says that more steps cost more, and does not say whether the effective batch or the micro-batch stays the same. `accumulation-cost-grows` tests that sentence at the same micro-batch. The note of `accumulation-fewer-updates` gives the update's share of a step. Accumulation cannot save more than this share of the time, however many micro-batches it adds up.
+# The two guides contradict each other less than it seems. The 2022 guide keeps the micro-batch: the passes are the same, and there are fewer updates. The 2023 guide keeps the effective batch: more accumulation steps mean smaller passes. But the 2023 guide also says that more accumulation steps cost more, and does not say whether the effective batch or the micro-batch stays the same. `accumulation-cost-grows` tests that sentence with the same micro-batch. The note of `accumulation-fewer-updates` gives the update's share of a step. Accumulation cannot save more than this share of the time, however many micro-batches it adds up: if the share is *s*, the speed is at most 1 / (1 - *s*) times as high.
 #
 # ### Learning
 #
-# Fewer updates are also fewer steps of learning. The 2022 guide warns of it: the learning rate and its warm-up may have to be adjusted, and on a very short data set the loss becomes worse. The next cells train one epoch of 512 sequences that can be learnt, in four ways:
+# Fewer updates are also fewer steps of learning. The 2022 guide warns that the learning rate and its warm-up may have to be adjusted, and that on a very short data set the loss becomes worse. The next cells train one epoch of 512 sequences that can be learnt, in four ways:
 #
 # - 4 x 1: 128 steps
 # - 4 x 8: 16 steps
@@ -529,7 +533,7 @@ SEQUENCES = lab.sized(512, 64)
 
 
 def one_epoch(task, base_rate=3e-4):
-    device, found = "cuda" if torch.cuda.is_available() else "cpu", []
+    device, results = "cuda" if torch.cuda.is_available() else "cpu", []  # results: the four ways, seed after seed
     torch.set_num_threads(1)  # more threads do not help with tensors this small
     for seed in range(3):
         train, unseen = (task.replace(seed=seed + more).batch(SEQUENCES, device) for more in (0, 100))
@@ -545,10 +549,10 @@ def one_epoch(task, base_rate=3e-4):
                     optimizer.zero_grad()
             with torch.no_grad():
                 end = model.eval()(**unseen).loss.item()
-            found.append(
-                [torch.tensor(losses).view(SEQUENCES // 32, -1).mean(1).tolist(), end]
-            )  # mean of each 32 sequences
-    return [[row[0] for row in found[i::4]] for i in range(4)], [[row[1] for row in found[i::4]] for i in range(4)]
+            curve = torch.tensor(losses).view(SEQUENCES // 32, -1).mean(1).tolist()  # mean of each 32 sequences
+            results.append((curve, end))
+    ways = [results[i::4] for i in range(4)]
+    return [[curve for curve, _ in way] for way in ways], [[end for _, end in way] for way in ways]
 
 
 # %% tags=["claim"]
@@ -565,11 +569,11 @@ note = "losses at 8 times the rate: " + ", ".join(f"{loss:.2f}" for loss in fast
 claims.check("accumulation-learning-rate", lab.ratio([b / a for a, b in zip(fewer, faster)]), note=note)
 
 # %% [markdown]
-# The curve of the real batch of 32 coincides with that of 4 x 8: for the model both are the same training, and the printed line says how exactly. 4 x 1 learns differently for one reason: it takes eight times as many steps. Its memory and its arithmetic have nothing to do with that.
+# The curve of the real batch of 32 coincides with that of 4 x 8: for the model both are the same training, and the printed line says how exactly. 4 x 1 learns differently for one reason: it takes eight times as many steps. How a pass is divided has nothing to do with that.
 #
 # ## Explore
 #
-# This picture combines the measured parts. Choose a micro-batch. How many times as much must an update cost, until four accumulation steps bring the 20 to 30 % that the 2022 guide reports? Such expensive updates exist: an optimizer that is offloaded to the host, or gradients that must first be summed over a slow network.
+# This picture is calculated from the measured parts. Choose a micro-batch, then raise *update costs*: at which value do four accumulation steps bring the 20 to 30 % more speed that the 2022 guide reports? The gain is in the line's label. Such expensive updates exist: an optimizer that is offloaded to the host, or gradients that must first be summed over a slow network.
 
 
 # %% tags=["widget"]
@@ -591,7 +595,7 @@ _ = widgets.explore(draw, micro_batch=[8, 1, 2, 4], update_costs=["1 x", "3 x", 
 # %% [markdown]
 # ## Exercise 1: unequal lengths
 #
-# Repair the last row of the table of broken gradients. Write a function that returns the weight of one micro-batch's *mean* loss. Its arguments are the number of tokens in this micro-batch, the number of tokens in the whole batch, and the number of micro-batches.
+# Repair the last experiment, *unequal lengths*. Write a function that returns the weight of one micro-batch's *mean* loss. Its arguments are the number of tokens in this micro-batch, the number of tokens in the whole batch, and the number of micro-batches.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -608,10 +612,10 @@ answer = None  # lambda tokens_here, tokens_in_all, micro_batches: ...
 def check(answer):
     if answer is None:
         return exercises.not_attempted()
-    found = 0
+    accumulated = 0
     for x, y in sequences:
-        found = found + gradient(model, [(x, y)], weight=answer(len(y), len(targets), len(sequences)))
-    length, direction = against(found, by_token)
+        accumulated = accumulated + gradient(model, [(x, y)], weight=answer(len(y), len(targets), len(sequences)))
+    length, direction = against(accumulated, by_token)
     figures = f"norm ratio {length:.4f}, cosine {direction:.4f}"
     if abs(length - 1) < 1e-4 and direction > 0.9999:
         return exercises.right(f"{figures}: every token has the same influence again")
@@ -628,7 +632,7 @@ exercises.prove(
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Train an effective batch of **32** at the best speed, with a peak under the limit printed below: use as few passes as fit. Change only `per_device_train_batch_size` and `gradient_accumulation_steps`. The limit is slightly above the peak of *8 x 1*.
+# Train with an effective batch of **32** and a peak under the limit printed below, at the best speed: use the largest micro-batch that fits. Change only `per_device_train_batch_size` and `gradient_accumulation_steps`. The limit is slightly above the peak of *8 x 1*.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -657,14 +661,14 @@ def check(answer):
     if answer is None:
         return exercises.not_attempted()
     size, steps = answer.get("per_device_train_batch_size", 8), answer.get("gradient_accumulation_steps", 1)
-    found = f"{size} x {steps} peaks at {plots.bytes_text(peak(size))}"
+    peaks_at = f"{size} x {steps} peaks at {plots.bytes_text(peak(size))}"
     if size * steps != 32:
         return exercises.wrong(f"{size} x {steps} is an effective batch of {size * steps}, not of 32")
     if peak(size) > limit_bytes:
-        return exercises.wrong(f"{found}: over the limit. Which bytes are kept during each pass except the first?")
+        return exercises.wrong(f"{peaks_at}: over the limit. Which bytes are kept during each pass except the first?")
     if peak(2 * size) <= limit_bytes:
-        return exercises.wrong(f"{found}, but {2 * size} x {steps // 2} fits too, with half the passes")
-    return exercises.right(f"{found}; twice the micro-batch does not fit")
+        return exercises.wrong(f"{peaks_at}, but {2 * size} x {steps // 2} fits too, with half the passes")
+    return exercises.right(f"{peaks_at}; twice the micro-batch does not fit")
 
 
 exercises.check(lab, "32 under a limit", check, answer)
@@ -680,17 +684,17 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# - **The same gradient:** four micro-batches of 2 reproduced the gradient of the batch of 8, with norm ratio 1 and cosine 1. Forgotten scaling, BatchNorm, a contrastive loss and unequal lengths each broke that.
+# - **The same gradient:** four micro-batches of 2 gave the gradient of the batch of 8, with norm ratio 1 and cosine 1. With forgotten scaling, BatchNorm, a contrastive loss or unequal lengths the gradient was another one.
 # - **The Trainer:** its gradient was tested on your versions. With BERT's classifier in transformers 5 it was 4 times too long, and two remedies brought it back to 1.
-# - **Memory:** accumulation saves activations only, and adds one set of gradients. 1 x 4 peaked at 61 % of 4 x 1 in the recorded runs below.
-# - **Speed:** it costs speed if a small pass cannot keep the device busy. It saves updates, which can bring the guide's 20 to 30 % if updates are expensive.
+# - **Memory:** accumulation saves activations (and temporaries of the passes), and adds one set of gradients. 1 x 4 peaked at 61 % of 4 x 1 in the recorded runs below.
+# - **Speed:** accumulation costs speed if a small pass cannot keep the device busy. It saves updates, which can bring the 2022 guide's 20 to 30 % if updates are expensive.
 # - **Learning:** 4 x 8 takes 16 steps instead of 128 on the same data. Fewer updates may also mean less learning.
 #
 # Accumulation is the wrong tool in three cases:
 #
-# - The peak is not made of activations: then the gradients that accumulation keeps may outweigh what it saves. (Lessons 08 and 09 make optimizer states smaller.)
-# - The loss compares samples of a batch with each other.
-# - The small batch learns just as well.
+# - The peak is not made of activations. Then there is little to save, and the gradients that accumulation keeps may take more than it saves. (Lessons 08 and 09 make optimizer states smaller.)
+# - The loss compares samples of a batch with each other. Then the gradient is another one.
+# - The small batch learns just as well. Then you do not need a larger one.
 
 # %% tags=["finish"]
 claims.finish()

@@ -6,7 +6,7 @@
 # **You will see**
 # - that every forward runs twice and the gradient stays the same, dropout included
 # - how far apart checkpoints should be, and where the square root in the textbooks comes from
-# - what the library's flag saves and costs, which layers pay for it, and where it saves nothing
+# - what the library's flag saves and costs, which layers are worth recomputing, and when the flag saves nothing
 #
 # **Time:** plan 40 minutes with the code and the exercises: ten minutes of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01; for one comparison lesson 05. **Not on a CPU:** checkpoints that are offloaded to the host.
 
@@ -41,9 +41,9 @@ bert = Task("bert-small", seq_len=256)  # the model to look into
 # %% [markdown]
 # ## Idea
 #
-# A block of a network takes an input, makes a dozen tensors inside, and passes on one output. Normally all the inside tensors of all blocks wait in memory for the backward pass. With checkpointing only the block's *input* waits. When backward reaches the block, the block runs forward once more from that input, has its inside tensors again, uses them, and drops them.
+# A block of a network takes an input, makes a dozen tensors, and passes on one output. We call the tensors that a block makes and saves for backward its *inside*. Normally the insides of all blocks wait in memory for the backward pass. With checkpointing only the block's *input* is kept. When backward reaches the block, the block runs forward once more from that input. This makes its inside again; backward uses the inside and frees it.
 #
-# So at any moment there are the inputs of all blocks and the inside of *one*. The price is a second forward pass.
+# So during backward, memory holds the inputs of all blocks and the inside of *one* block. The price is a second forward pass.
 #
 # ## Predict
 #
@@ -62,7 +62,7 @@ widgets.predict(
 # %% [markdown]
 # ## By hand
 #
-# This block counts how often it runs. Its inside is `inside` layers deep, and ends with dropout.
+# This block counts how often it runs. It has `inside` linear layers, and ends with dropout. `step` runs a training step over a list of segments (here each segment is one block) and returns the gradient as one long vector.
 
 
 # %%
@@ -83,9 +83,9 @@ def step(segments, x, recompute=True, **options):
     for segment in segments:
         x = checkpoint(segment, x, use_reentrant=False, **options) if recompute else segment(x)
     x.square().mean().backward()
-    found = [weight.grad for segment in segments for weight in segment.parameters()]
-    vector = torch.cat([gradient.flatten() for gradient in found])
-    for gradient in found:
+    gradients = [weight.grad for segment in segments for weight in segment.parameters()]
+    vector = torch.cat([gradient.flatten() for gradient in gradients])
+    for gradient in gradients:
         gradient.zero_()
     return vector
 
@@ -105,13 +105,13 @@ print(f"same gradient to the last bit: {torch.equal(recomputed, plain)}")
 print(f"off by {(other_dropout - plain).norm() / plain.norm():.0%} if the random state is not put back")
 
 # %% [markdown]
-# Each block ran twice, and the gradient is the same, although dropout draws random numbers. `checkpoint` saves the state of the random generator before the first run and puts it back for the second. With `preserve_rng_state=False` (a little faster) the second run drops *other* units than the first: a wrong gradient, and no error message.
+# With `checkpoint` each block ran twice, and the gradient is the same, although dropout draws random numbers. `checkpoint` saves the state of the random generator before the first run and puts it back for the second. With `preserve_rng_state=False` (a little faster) dropout sets *other* elements to zero in the second run than in the first: the gradient is wrong, and there is no error message.
 #
 # ## How far apart?
 #
-# A checkpointed segment may hold one block or several. To see which is best we need a meter for live memory. PyTorch sends every operation through a *dispatcher*, which picks the code for the device. While a **dispatch mode** is switched on, the dispatcher hands each operation to it first, those of backward and of recomputation too. Ours runs the operation, adds the bytes of the tensors that it returns, and subtracts them when they are freed. (A view shares the storage of the tensor that it looks at, and adds nothing.)
+# A checkpointed *segment* may contain one block or several. To see which is best we count the bytes of all live tensors. While a **dispatch mode** (lesson 02) is active, torch hands each operation to it, also the operations of backward and of recomputation. Our mode, `LiveBytes`, runs the operation, adds the bytes of the tensors that the operation returns, and subtracts them when the tensors are freed. (A view shares the storage of another tensor, and adds nothing.)
 #
-# `blocks_each` is the number of blocks in a segment (None: no checkpoints). The peak is given in units of a block's input.
+# `blocks_each` is the number of blocks in a segment (None: no checkpoints). `peak_by_hand` returns the peak as a multiple of the bytes of a block's input.
 
 
 # %%
@@ -143,24 +143,25 @@ def peak_by_hand(depth, blocks_each, inside=4):
 
 
 # %%
-apart = [1, 2, 3, 4, 6, 9, 12, 18, 36]
-curves = {inside: [peak_by_hand(36, count, inside) for count in apart] for inside in (1, 4)}
+segment_sizes = [1, 2, 3, 4, 6, 9, 12, 18, 36]
+curves = {inside: [peak_by_hand(36, size, inside) for size in segment_sizes] for inside in (1, 4)}
 for inside, peaks in curves.items():
-    best = apart[np.argmin(peaks)]
+    best = segment_sizes[np.argmin(peaks)]
     print(
         f"inside {inside}: least memory with {best} blocks per segment; sqrt(36 / {inside}) = {math.sqrt(36 / inside):g}"
     )
 labels = {f"each block saves {inside} tensor{'s' * (inside > 1)}": peaks for inside, peaks in curves.items()}
-_ = plots.lines(apart, labels, "blocks in a checkpointed segment", "peak (inputs of a block)", title="36 blocks")
+axis_labels = "blocks in a checkpointed segment", "peak (inputs of a block)"
+_ = plots.lines(segment_sizes, labels, *axis_labels, title="36 blocks")
 
 # %% [markdown]
-# The curve has a valley. There are *n* blocks, *k* of them per segment, and the inside of a block is *I* times as large as its input. So *n / k* checkpoints are kept. While a segment is recomputed, the insides of its *k* blocks are in memory as well, which is *k I* inputs' worth. The sum *n / k + k I* is smallest at
+# Each curve has a minimum. There are *n* blocks, *k* of them per segment, and the inside of a block is *I* times as large as its input. So *n / k* checkpoints (the segments' inputs) are kept. While a segment is recomputed, the insides of its *k* blocks are in memory as well: as many bytes as *k I* inputs. The sum *n / k + k I* is smallest at
 #
 # > k = √(n / I)
 #
-# With I = 1 that is the textbooks' square root of the depth, and the peak grows like √n. With a larger inside the checkpoints belong closer together.
+# With I = 1 this *k* is the textbooks' square root of the depth, and the peak grows like √n. With a larger inside the segments should be shorter.
 #
-# The right end of the curves is one segment for all 36 blocks. It keeps a single input, but then its recomputation makes all insides at once. The 2023 guide mentions another extreme: *forget all* activations, and recompute each when it is needed. That saves memory if only one block's inside exists at a time. So for each block you run all blocks before it again, from the very first input.
+# The right end of the curves is one segment for all 36 blocks. It keeps a single input, but then its recomputation makes all insides at once. The 2023 guide mentions another extreme: *forget all* activations, and recompute each when it is needed. Then no block's input is kept, only the very first one. So for each block in backward you run all blocks before it again, and keep the inside of this one block only.
 
 
 # %%
@@ -175,19 +176,19 @@ def forget_all(blocks, x):
     return torch.cat([weight.grad.flatten() for block in blocks for weight in block.parameters()])
 
 
-sixteen, found, products = [Block() for _ in range(16)], {}, {}  # products: the FLOPs of matmuls
+sixteen, gradients, matmul_flops = [Block() for _ in range(16)], {}, {}
 step(sixteen, x)  # allocates the gradients, so they do not count
 ways = {"kept": lambda: step(sixteen, x, recompute=False), "forgotten": lambda: forget_all(sixteen, x)}
 for name, work in ways.items():
     with LiveBytes() as live:
-        found[name] = work()
+        gradients[name] = work()
     with FlopCounterMode(display=False) as counter:
         work()
-    products[name] = counter.get_total_flops()
+    matmul_flops[name] = counter.get_total_flops()
     print(f"16 blocks, all {name}: peak {live.peak / x.nbytes:.0f} inputs")
-torch.testing.assert_close(found["forgotten"], found["kept"])
-more_products = products["forgotten"] / products["kept"]
-print(f"all forgotten: {more_products:.2f} times the matmuls")
+torch.testing.assert_close(gradients["forgotten"], gradients["kept"])
+more_matmuls = matmul_flops["forgotten"] / matmul_flops["kept"]
+print(f"all forgotten: {more_matmuls:.2f} times the FLOPs of matmuls")
 
 # %% jupyter={"source_hidden": true}
 sixes = [Block(inside=1) for _ in range(36)]
@@ -211,12 +212,12 @@ exercises.question(
 )
 
 # %% [markdown]
-# Next we draw memory against depth, with I = 4: nothing checkpointed, every block, and segments of √n blocks.
+# Next we draw the peak against the number of blocks, with I = 4 and three ways: nothing checkpointed, every block checkpointed, and segments of √n blocks.
 
 # %%
 depths = [4, 9, 16, 36, 64]
 schemes = {"none": lambda depth: None, "every block": lambda depth: 1, "segments of √n blocks": math.isqrt}
-growth = {name: [peak_by_hand(depth, apart(depth)) for depth in depths] for name, apart in schemes.items()}
+growth = {name: [peak_by_hand(depth, size_of(depth)) for depth in depths] for name, size_of in schemes.items()}
 ax = plots.lines(depths, growth, "blocks", "peak (inputs of a block)", title="Memory against depth")
 ax.loglog()
 ax.minorticks_off()
@@ -232,7 +233,7 @@ for name, peaks in growth.items():
     print(f"{name}: memory grows as depth to the power of {slope(depths, peaks):.2f}")
 
 # %% [markdown]
-# Look where the curve of *every block* meets that of the segments. Before that depth, *every block* needs less than segments of √n, whose insides are larger. Remember this for transformers, whose layers have a very large inside.
+# *Every block* keeps n inputs, which grow with the depth, and one inside, which does not. So the printed power is below 1; with very many blocks it approaches 1. Look where the curve of *every block* meets that of the segments. With fewer blocks than there, *every block* needs less than segments of √n, because a segment has several insides. Remember this for transformers, whose layers have a very large inside.
 #
 # ## Baseline
 #
@@ -266,10 +267,10 @@ measured = 100 * every.peak_bytes / vanilla.peak_bytes
 widgets.revealed(lab, "every layer", measured, estimate=lab.foresee(in_percent))
 
 # %% [markdown]
-# - **Without checkpointing**, activations pile up through the forward pass and melt away in backward.
-# - **With it**, they come and go in the forward pass, and each layer leaves a low step behind, its input. Then backward has one hump for each layer that is recomputed.
+# - **Without checkpointing**, activations grow through the forward pass and are freed in backward.
+# - **With it**, each layer's inside is freed again during the forward pass, and only the layer's input stays: the curve rises in low steps. Then backward has one hump for each layer that is recomputed.
 #
-# Checkpointing has a limit, too: if activations do not make the peak, there is nothing to gain. A single sequence of 32 tokens shows it, with an optimizer that needs room for temporaries:
+# Checkpointing has a limit, too: if the peak has no activations, there is nothing to gain. The next cell shows this with a single sequence of 32 tokens, and with an AdamW that needs large temporaries, so that the peak is in the optimizer's update (phase `step` in the table):
 
 # %%
 short = dict(task=lab.task.replace(seq_len=32), optim="adamw_torch", measure=("memory",), per_device_train_batch_size=1)
@@ -301,50 +302,50 @@ exercises.question(
 #
 # ## Which layers are worth recomputing
 #
-# Recomputing a part is a good trade if that frees many bytes for little arithmetic. Inside one transformer model: which part saves the bytes, and which does the matmuls? Hooks report which part is at work.
+# Recomputing a part of the model is a good trade if it frees many bytes and needs little arithmetic. Which parts of a transformer save the bytes, and which do the matmuls? The next cell finds out for one forward pass. Hooks keep the list `at_work`: the parts whose forward is running now, from the outermost to the innermost. Each saved byte and each FLOP is counted for the innermost part.
 
 
 # %%
-model, inside, saved, flops, layers = bert.build_model(), ["outside"], Counter(), Counter(), Counter()
+model, at_work, saved, flops, in_layers = bert.build_model(), ["outside"], Counter(), Counter(), Counter()
 seen = {weight.data_ptr() for weight in model.parameters()}
 
 
-def pack(tensor):
+def count_bytes(tensor):
     size = tensor.nbytes * (tensor.data_ptr() not in seen)
-    saved[inside[-1]] += size
-    layers["BertLayer" in inside] += size
+    saved[at_work[-1]] += size
+    in_layers["BertLayer" in at_work] += size
     seen.add(tensor.data_ptr())
     return tensor
 
 
-def book(module, *results):
-    flops[inside[-1]] += counter.get_total_flops() - flops.total()
-    inside.pop() if len(results) == 2 else inside.append(type(module).__name__)
+def count_flops(module, *results):
+    flops[at_work[-1]] += counter.get_total_flops() - flops.total()
+    at_work.pop() if len(results) == 2 else at_work.append(type(module).__name__)
 
 
 for module in model.modules():
-    module.register_forward_pre_hook(book)  # calls book(module, inputs)
-    module.register_forward_hook(book)  # calls book(module, inputs, output)
-with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+    module.register_forward_pre_hook(count_flops)  # calls count_flops(module, inputs)
+    module.register_forward_hook(count_flops)  # calls count_flops(module, inputs, output)
+with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(count_bytes, lambda x: x):
     model(**bert.batch(4))
 rows = [[part, f"{size / saved.total():.0%}", f"{flops[part] / flops.total():.0%}"] for part, size in saved.items()]
-print(f"each of the 4 layers saves about {layers[True] / 4 / (4 * 256 * 256 * 4):.0f} times its input")
+print(f"each of the 4 layers saves about {in_layers[True] / 4 / (4 * 256 * 256 * 4):.0f} times its input")
 plots.Table(["part", "of the saved bytes", "of the matmuls' FLOPs"], sorted(rows, key=lambda row: -saved[row[0]])[:5])
 
 # %% [markdown]
-# A part is worth recomputing if its share of the saved bytes is larger than its share of the FLOPs. The counter knows matmuls only. So operations that work element by element (normalization, dropout, the activation function) have 0 %: they do little arithmetic, although on a CPU they take some time. Attention grows with the square of the sequence, so checkpointing saves most for long sequences. Methods that choose single operations rather than whole layers recompute only those that are worth it. (A fused attention kernel saves less to begin with: lesson 11.)
+# A part is worth recomputing if its share of the saved bytes is larger than its share of the FLOPs. The counter of FLOPs knows only matmuls. So operations that work element by element (normalization, dropout, the activation function) have 0 %: they do little arithmetic, although on a CPU they take some time. What attention saves grows with the square of the sequence length, so checkpointing saves most for long sequences. Methods that choose single operations, not whole layers, recompute only the operations that are worth it. (A fused attention kernel saves less for backward in any case: lesson 11.)
 #
-# Does the position matter, too? The inside of the *last* layer is dropped at the end of the forward pass and made again at the start of backward, while everything else still waits. Its hump is there either way: recomputing it costs time and saves nothing. You will use that in the challenge.
+# Does the position matter, too? The inside of the *last* layer is freed at the end of the forward pass and made again at the start of backward. At that moment everything else still waits in memory. So the peak contains the last layer's inside with or without a checkpoint: recomputing the last layer costs time and saves nothing. You will use this in the challenge.
 #
 # ## The library's ways
 #
-# `gradient_checkpointing_kwargs` has variants:
+# The Trainer's argument `gradient_checkpointing_kwargs` offers variants:
 #
-# - `use_reentrant=True` is the older mechanism.
-# - `every_n_layers` checkpoints only each n-th layer, since transformers 5.16 ([#48200](https://github.com/huggingface/transformers/pull/48200)). `every_n_layers=2` checkpoints every other layer, and the rest keep their whole inside: that takes more memory and is faster. It does not make segments of two layers as above.
-# - `offload` moves the checkpoints to the host, since 5.17, and needs a GPU ([#48444](https://github.com/huggingface/transformers/pull/48444)).
+# - `use_reentrant=True` takes torch's older mechanism of recomputation.
+# - `every_n_layers` checkpoints only each n-th layer, since transformers 5.16 ([#48200](https://github.com/huggingface/transformers/pull/48200)). `every_n_layers=2` checkpoints every other layer, and the other layers keep their whole inside: this takes more memory and is faster. It does not make segments of two layers.
+# - `offload` moves the checkpoints to the host's memory, since 5.17, and needs a GPU ([#48444](https://github.com/huggingface/transformers/pull/48444)).
 #
-# With older versions the bars of the last two are missing below, and without a GPU that of `offload`.
+# With older versions the picture has no bars for the last two variants; without a GPU it has no bar for `offload`.
 
 # %%
 enable = getattr(PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable)
@@ -365,14 +366,14 @@ _ = plots.memory(runs)
 #
 # ### Memory and cost
 #
-# The guide measured memory on top of accumulation, so we do too: 4 x 2, two passes of 4 samples per step (lesson 05). For the cost, the steps of two runs alternate; on a CPU with half of the model and 128 tokens, to save your time.
+# The 2023 guide measured memory with accumulation switched on, so we do too: 4 x 2, two passes of 4 samples per step (lesson 05). For the cost, the steps of two runs alternate. On a CPU the model has half of its layers and the sequences have 128 tokens, to save your time.
 #
 # Look closely at how a cost is stated. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice.
 #
-# What would you expect? A backward has twice the matmuls of its forward, so a step is three parts. Recomputing runs the forward again and makes it four: 25 % less throughput. The seconds need not follow the matmuls: measured in seconds, the cost depends on the forward's share of the step, which the notes below give:
+# What would you expect? A backward pass has twice the matmuls of its forward pass, so a step is three parts: one forward, two backward. Recomputing runs the forward again and makes it four parts: 25 % less throughput. But seconds need not follow the matmuls. The cost in seconds depends on the forward's share of the step, which the notes of the claims give:
 #
-# - Dropout makes forward longer on a CPU, which is slow at drawing random numbers; a GPU hardly notices them. So the runs on a CPU leave dropout out. The note of the second claim about the cost (`checkpointing-cost-2022`) gives the forward's share with dropout.
-# - The optimizer's update takes as long with recomputation as without. The larger its part of the step, the smaller the cost in percent; short sequences make its part larger.
+# - Dropout makes the forward pass longer on a CPU, which draws random numbers slowly; on a GPU they take hardly any time. So the runs on a CPU leave dropout out. The note of the second claim about the cost (`checkpointing-cost-2022`) gives the forward's share with dropout.
+# - The optimizer's update takes as long with recomputation as without. The larger the update's share of the step, the smaller the cost in percent. With short sequences this share is larger.
 
 # %% tags=["claim"]
 stacked = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, measure="peak")
@@ -440,7 +441,7 @@ exercises.question(
 # %% [markdown]
 # ### The same training
 #
-# Now a small model trains with three seeds, in three ways: without checkpoints, with every layer checkpointed, and in the same way with the random state lost.
+# Now a small model trains with three seeds, in three ways: without checkpoints, with every layer checkpointed, and with every layer checkpointed but the random state not put back.
 
 
 # %%
@@ -479,6 +480,14 @@ print(f"largest difference from a step's loss without checkpoints: {off[0]:g}; r
 claims.check("checkpointing-same-gradient", restored, note=f"{reset:.3f} if the random state is not put back")
 
 
+# %% [markdown]
+# Equal gradients are equal trainings: the first two curves and their bands coincide, and the first number of the printed line says how exactly. With the random state lost it was another training, and no message said so.
+#
+# ### The square root, and the flag
+#
+# The square root comes from the paper that proposed checkpoints in segments of √n blocks. The next cell measures how the activations grow in this scheme, with the lab's own meter.
+
+
 # %% tags=["claim"]
 def stack(depth):
     def one_step(task):
@@ -498,11 +507,7 @@ note = f"by the lab's meter; {slope(depths, growth['segments of √n blocks']):.
 claims.check("checkpointing-sqrt", power, note=note)
 
 # %% [markdown]
-# Equal gradients are equal trainings: the first two curves and their bands coincide, and the first number of the line printed above the picture says how exactly. With the random state lost it was another training, and no message said so.
-#
-# ### The square root, and the flag
-#
-# The square root comes from the paper that proposed checkpoints in segments of √n blocks. The 2022 guide promises the square root for the library's flag as well, and the 2023 guide says that only a fraction of the activations is computed again. So we count two things for a BERT under the flag: how the bytes that wait after the forward pass grow with the number of layers, and how many of its layers run twice. The third claim needs no new count: it uses the matmuls of *all forgotten* from above.
+# The 2022 guide promises the square root for the library's flag as well, and the 2023 guide says that only a fraction of the activations is computed again. So we count two things for a BERT under the flag: how the bytes that wait for backward after the forward pass grow with the number of layers, and how many of its layers run twice. The third claim needs no new count: it uses the matmuls of *all forgotten* from above.
 
 
 # %% tags=["claim"]
@@ -522,12 +527,12 @@ waiting, runs, losses = zip(*[flagged(depth) for depth in layers])
 losses[0].backward()
 display(claims.check("checkpointing-flag-sqrt", slope(layers, waiting)))
 display(claims.check("checkpointing-fraction", sum(count == 2 for count in runs[0].values()) / layers[0]))
-claims.check("checkpointing-forget-all", more_products)
+claims.check("checkpointing-forget-all", more_matmuls)
 
 # %% [markdown]
 # ## Explore
 #
-# Apply the formula to any depth and inside. You saw above how large the inside of a transformer layer is. From which depth on is more than one layer per segment worth it?
+# Apply the formula to any number of layers and any inside. You saw above how large the inside of a transformer layer is. From how many layers on is the minimum of *together* at more than one layer per segment?
 
 
 # %% tags=["widget"]
@@ -588,7 +593,7 @@ exercises.prove(check, solution=4, mistake=8)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# A model has 8 layers, numbered from 0. Get at least half of what full checkpointing saves, and recompute **at most half** of the layers: that is half of a forward, or a sixth more matmuls per step. Which layers do you checkpoint?
+# A model has 8 layers, numbered from 0. Save at least half of the memory that checkpointing all layers saves (the printed limit), and recompute **at most half** of the layers. (Half of a forward pass is a sixth of the matmuls of a step.) Which layers do you checkpoint?
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -641,9 +646,9 @@ exercises.prove(check, solution=list(range(layers // 2)), mistake=list(range(lay
 # The measured numbers are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
 #
 # - **Every forward runs twice and gives the same gradient**, if the random state is put back. Otherwise the small BERT's gradient was 1.1 % off.
-# - **Checkpoints belong √(n / I) blocks apart.** With segments of √n blocks memory grew as the depth to the power of 0.50. Transformer layers have so large an inside that a checkpoint at every layer is best, unless the model has very many layers.
+# - **The best segment has √(n / I) blocks.** With segments of √n blocks, activations grew as the depth to the power of 0.50 (by the lab's meter). The inside of a transformer layer is so large that a checkpoint at every layer is best, unless the model has very many layers.
 # - **The flag saves activations and nothing else**, for one more forward of every layer: 0.58 times the peak, at 0.77 times the throughput. The bytes that wait for backward grow with the number of layers.
-# - **Checkpointing is worth most for long sequences**, and nothing for the last layer. If states make the peak there is nothing to save.
+# - **Checkpointing is worth most for long sequences**, and nothing for the last layer. If the peak has no activations, there is nothing to save.
 
 # %% tags=["finish"]
 claims.finish()

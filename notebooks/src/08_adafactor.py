@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Do we need two numbers for each parameter?
 #
-# Adam remembers two numbers for every weight of the model, twice the memory of the weights themselves. If these optimizer states are what does not fit, Adafactor is the first thing to try: it remembers next to nothing, and still gives every weight a step of its own. What do you pay for that?
+# Adam remembers two numbers for every weight of the model, twice the memory of the weights themselves. If these optimizer states do not fit into your memory, Adafactor is the first thing to try: it remembers next to nothing, and still gives every weight a step of its own. What do you pay for that?
 #
 # **You will see**
 # - how a row and a column of averages replace a whole matrix, and how far off they are
@@ -12,7 +12,7 @@
 #
 # **Before you start:** lesson 01 (optimizer states, peak) and lesson 03 (intervals).
 #
-# **On a CPU:** memory and losses are as real as on a GPU. How much time the update takes depends on the device, so that price is your machine's only.
+# **On a CPU:** memory and losses are as real as on a GPU. The time of an update depends on the device: the cost in speed that you measure is valid for your machine only.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -41,7 +41,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # A gradient $g$ says which way to move a weight, but not how far. Adam keeps two running averages of each weight's gradients: the **first moment** $m$ of $g$, which smooths the direction, and the **second moment** $v$ of $g^2$, which sets the scale. The step is $m/\sqrt{v}$: weights with small gradients move about as far as weights with large ones.
 #
-# [Adafactor](https://arxiv.org/abs/1804.04235) (Shazeer and Stern, 2018) needs less memory. It leaves $m$ out by default. If $v$ is a matrix of $r$ rows and $c$ columns, Adafactor keeps only the mean of each row and of each column, $r + c$ numbers instead of $r \times c$. It rebuilds the matrix from them whenever it needs it.
+# [Adafactor](https://arxiv.org/abs/1804.04235) (Shazeer and Stern, 2018) needs less memory. It leaves $m$ out by default. If a weight is a matrix of $r$ rows and $c$ columns, its $v$ is such a matrix, too. Adafactor keeps only the mean of each row and of each column of $v$: $r + c$ numbers instead of $r \times c$. It rebuilds the matrix from these means in every update.
 #
 # ## Predict
 #
@@ -56,7 +56,7 @@ widgets.predict(lab, "saved", question, "MB", 0, round(12 * parameters / 1e6))
 # %% [markdown]
 # ## By hand: a matrix from its margins
 #
-# The *margins* of a matrix are the means of its rows and of its columns. First we need a real second moment. We run ten batches through a small BERT, pick one of its weight matrices, and keep the running average of its squared gradient. At step $t$ Adafactor gives the past a share of $1 - t^{-0.8}$ in this average, and the new gradient the rest.
+# The *margins* of a matrix are the means of its rows and of its columns. First we need a real second moment. We run ten batches through a small BERT, pick one of its weight matrices, and keep the running average of its squared gradient. At step $t$ the average so far has a weight of $1 - t^{-0.8}$, as in Adafactor, and the new squared gradient has the rest.
 
 # %%
 toy = Task("bert-tiny", seq_len=32, data="learnable", dataset_size=160)
@@ -71,7 +71,7 @@ for step in range(1, 11):
     second = past * second + (1 - past) * weight.grad**2
 
 # %% [markdown]
-# If row $i$ has the mean $r_i$ and column $j$ the mean $c_j$, the rebuilt entry is $r_i c_j$ over the mean of all. Each row and each column of the rebuilt matrix then has exactly the same sum as in the original. Only the way in which the entries are spread within a row or column is lost.
+# If row $i$ has the mean $r_i$ and column $j$ the mean $c_j$, the rebuilt entry is $r_i c_j$ divided by the mean of all entries. Each row and each column of the rebuilt matrix then has exactly the same sum as in the original. Only the way in which the entries are spread within a row or column is lost.
 
 
 # %%
@@ -123,26 +123,26 @@ typical, most = error.abs().quantile(torch.tensor([0.5, 0.9])).exp2().tolist()
 print(f"half of the steps are within a factor of {typical:.2f} of the exact ones, nine in ten within {most:.2f}")
 
 # %% [markdown]
-# The pictures show a corner of the matrix. Left and middle share one colour scale: the stripes, rows and columns that are large or small as a whole, survive. The right picture shows what is lost: the step of a weight is too long (blue) or too short (red) here and there. The printed factors are those of the whole matrix.
+# The pictures show a corner of the matrix. The left and the middle picture share one colour scale. The stripes are rows and columns that are large or small as a whole; the rebuilt matrix keeps them. The right picture shows the error: the steps of some weights are too long (blue) or too short (red). The printed factors are those of the whole matrix.
 #
 # ## By hand: the whole update
 #
-# Now the optimizer. It needs two more rules:
+# Now we write the whole optimizer. It needs two more rules:
 #
-# - Biases and the weights of norms are vectors, which have no rows and columns: their second moment is kept whole.
-# - A second moment can lag behind gradients that grow. So no tensor's update may exceed 1 in root mean square before the learning rate scales it.
+# - Biases and the weights of normalization layers are vectors. They have no rows and columns, so their second moment is kept whole.
+# - If gradients grow, the second moment, an average over the past, is too small for a while, and the steps become too long. So the update of a tensor is scaled down if its root mean square is above 1. The learning rate is applied after that.
 #
-# Does our update equal the library's? Both get the same matrix, the same vector and the same 20 gradients, of very different sizes. The library has the settings that `optim="adafactor"` gives it in the Trainer: your learning rate as it is, and no first moment.
+# Does our update equal the library's? Both get the same matrix, the same vector and the same 20 gradients, of very different sizes. The library has the settings that `optim="adafactor"` gives it in the Trainer: `scale_parameter=False` and `relative_step=False` (your learning rate is used as it is), and no first moment.
 
 
 # %%
-def adafactor_step(weight, gradient, memory, step, rate):
+def adafactor_step(weight, gradient, averages, step, rate):
     past, square = 1 - step**-0.8, gradient**2 + 1e-30
     matrix = square.ndim == 2
     means = {"row": square.mean(dim=1), "column": square.mean(dim=0)} if matrix else {"whole": square}
     for name, mean in means.items():
-        memory[name] = past * memory.get(name, 0) + (1 - past) * mean
-    second = torch.outer(memory["row"], memory["column"]) / memory["row"].mean() if matrix else memory["whole"]
+        averages[name] = past * averages.get(name, 0) + (1 - past) * mean
+    second = torch.outer(averages["row"], averages["column"]) / averages["row"].mean() if matrix else averages["whole"]
     update = gradient / second.sqrt()
     update = update / update.square().mean().sqrt().clamp(min=1)
     return weight - rate * update
@@ -155,23 +155,23 @@ for shape in ((48, 20), (48,)):
     by_hand = torch.randn(shape)
     library = torch.nn.Parameter(by_hand.clone())
     optimizer = Adafactor([library], lr=0.01, scale_parameter=False, relative_step=False)
-    memory = {}
+    averages = {}
     for step in range(1, 21):
         gradient = torch.randn(shape) * 10 ** torch.randn(shape[0], *[1] * (len(shape) - 1))
-        by_hand = adafactor_step(by_hand, gradient, memory, step, rate=0.01)
+        by_hand = adafactor_step(by_hand, gradient, averages, step, rate=0.01)
         library.grad = gradient
         optimizer.step()
     torch.testing.assert_close(by_hand, library.detach(), rtol=1e-4, atol=1e-5)
-    averages = {name: value for name, value in optimizer.state[library].items() if name.startswith("exp_avg")}
-    numbers_kept[shape] = sum(value.numel() for value in averages.values())
+    library_averages = {name: value for name, value in optimizer.state[library].items() if name.startswith("exp_avg")}
+    numbers_kept[shape] = sum(value.numel() for value in library_averages.values())
     print(
-        f"{shape}: largest difference after 20 steps {(by_hand - library).abs().max():.1e}; kept: {', '.join(averages)}"
+        f"{shape}: largest difference after 20 steps {(by_hand - library).abs().max():.1e}; kept: {', '.join(library_averages)}"
     )
 
 # %% [markdown]
 # ## Baseline
 #
-# The Trainer's own choice: AdamW, fused into a single operation.
+# The Trainer's default optimizer: AdamW, with the whole update fused into a single operation.
 
 # %%
 vanilla = lab.train("AdamW", per_device_train_batch_size=lab.profile.micro_batch, measure=("memory",))
@@ -179,7 +179,7 @@ vanilla = lab.train("AdamW", per_device_train_batch_size=lab.profile.micro_batch
 # %% [markdown]
 # ## Change one thing
 #
-# The second run uses Adafactor. A third one adds the first moment, which Adafactor can keep and the Trainer leaves off.
+# The second run uses Adafactor. A third run adds the first moment, which Adafactor can keep but the Trainer leaves out.
 
 
 # %%
@@ -232,15 +232,15 @@ exercises.question(
 )
 
 # %% [markdown]
-# Only the states changed. If both peaks are in the backward pass, the states are part of them from the second step on, so the peak falls by as many bytes as the states shrink. If only Adafactor's peak is in `step`, it falls by less: in `step` all gradients and the update's temporaries are in memory.
+# Only the states changed. The first update creates them; from then on they are in memory during every backward pass. So if both peaks are in backward, the peak falls by as many bytes as the states shrink. If Adafactor's peak is in the update instead (`step` in the table), the peak falls by less, because all gradients and the update's temporaries are in memory there.
 #
-# The 2023 guide's table gives Adafactor "slightly more than 4" bytes per parameter. Look for that figure in the column *bytes per parameter*: it belongs to the row *with a first moment*. The Trainer keeps no first moment, and what remains is hardly worth a bar. (The guide's own measurement contradicts its table. With Adafactor its run on a V100 took 2654 MB less, in MB of 2²⁰ bytes. AdamW's two states for bert-large are 2557 of these MB, so both of them went. With a first moment kept, only about half of that could have gone.)
+# The 2023 guide's table gives Adafactor "slightly more than 4" bytes per parameter. Look for that figure in the column *bytes per parameter*: it belongs to the row *with a first moment*. The Trainer keeps no first moment, and the remaining states are too small for a visible bar. (The guide's own measurement contradicts its table. With Adafactor its run on a V100 took 2654 MB less, in MB of 2²⁰ bytes. AdamW's two states for bert-large are 2557 of these MB, so both of them went. With a first moment kept, only about half of that could have gone.)
 #
 # ## What the update costs
 #
-# Adafactor goes through each tensor several times (square, two means, outer product, root, scale), fused AdamW only once. This is paid once a step, however many tokens the passes saw, so the price depends on the size of a step. We take the guide's: 4 sequences of 512 tokens, and on a CPU a model with as small a share of embeddings as bert-large (they need an update, but no matmuls).
+# Adafactor goes through each tensor several times (square, two means, outer product, root, scale), fused AdamW only once. This extra time is paid once per step, however many tokens the step has. So its share depends on the size of a step. We take the guide's: 4 sequences of 512 tokens. On a CPU we take a model whose embeddings are as small a share of the weights as in bert-large, because embeddings need an update but no matmuls.
 #
-# A step with Adafactor and one with AdamW differ only in the update. So we time the parts of a step: both passes, and each update. On a CPU we count the seconds that the process spent computing.
+# A step with Adafactor and one with AdamW differ only in the update. So we time the parts of a step: forward and backward together (*both passes*), and the update of each optimizer. On a CPU we count the seconds that the process spent computing.
 
 
 # %%
@@ -253,7 +253,8 @@ def parts(task):
         torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True).step,
         Adafactor(model.parameters(), lr=1e-9, scale_parameter=False, relative_step=False).step,
     ]
-    return [[computed for _, computed in turns] for turns in interleaving.in_turns(works, 4)]
+    calls = interleaving.in_turns(works, 4)  # of each call: (wall-clock, CPU) seconds
+    return [[cpu_seconds for _, cpu_seconds in each] for each in calls]
 
 
 sized = lab.task.replace(seq_len=512, config={} if cuda else {"vocab_size": 150, "num_hidden_layers": 2})
@@ -261,11 +262,11 @@ processes = [lab.run(parts, f"parts {number}", task=sized, measure="value").valu
 measured = [list(map(statistics.median, process)) for process in processes]
 
 # %% [markdown]
-# The medians of the parts give Adafactor's throughput as a share of AdamW's. How exact is the time of a part? We compare each part with itself, two of its four timings with the other two. The worst factor found, but at least 5 %, is taken as the error of every part, and the interval assumes that all errors point in the worse direction.
+# The medians of the parts give Adafactor's throughput as a share of AdamW's. How exact is the time of a part? Each part was timed four times per process. We divide the sum of two timings by the sum of the other two; without noise this ratio would be 1. The largest deviation of all parts, but at least 5 %, is taken as the error of every part (`floor`). For each end of the interval we assume that all errors act in the same direction.
 
 
 # %%
-def throughput(passes, adamw, adafactor, off=1.0):
+def throughput(passes, adamw, adafactor, off=1.0):  # off: the factor by which each time may be wrong
     return (passes / off + adamw / off) / (passes / off + adafactor * off)
 
 
@@ -283,9 +284,9 @@ rows = [[name, *map(plots.seconds_text, seconds)] for name, seconds in zip(names
 plots.Table(["part of a step", "process 1", "process 2", "process 3"], rows)
 
 # %% [markdown]
-# The price fades as the batch grows (the last printed line assumes that the passes take time in proportion to the batch), and gradient accumulation hides it in the same way. It depends on the device, too: passes compute, an update reads and writes memory, and the guide's V100 does some 17 operations in the time in which it moves one byte. On a device that does fewer operations in that time, the passes take longer compared with the update, and the update is a smaller part of the step.
+# The cost in percent falls as the batch grows. (The last printed line assumes that the passes take time in proportion to the batch.) Gradient accumulation lowers it in the same way. The cost depends on the device, too: passes mostly compute, an update mostly reads and writes memory. The guide's V100 does some 17 operations in the time in which it moves one byte. On a device that does fewer operations in that time, the passes take longer compared with the update, and the update is a smaller part of the step.
 #
-# > **On a GPU:** the parts alone do not give the time of a step, because the host queues small operations while the GPU is still busy. There, two whole trainings are interleaved.
+# > **On a GPU:** the parts alone do not give the time of a step, because the host queues small operations while the GPU is still busy. There, the next cell interleaves two whole trainings.
 
 # %%
 if cuda:
@@ -297,10 +298,10 @@ print("Adafactor's throughput / AdamW's:", cost)
 # %% [markdown]
 # ## Does it learn as well?
 #
-# Each optimizer gets the same four rates to try on one seed, and its best one is judged on five other seeds. There are two tasks, because a single task could happen to suit one of the two optimizers:
+# Each optimizer tries the same four learning rates on one seed. Its best rate is then judged on five other seeds. There are two tasks, because a single task could happen to suit one of the two optimizers:
 #
-# - **look-up**: name each token's class, its number modulo 8. A thousand tokens, each of them rare.
-# - **copy**: predict the next token in sequences whose second half repeats the first. The model must find the rule.
+# - **look-up**: name each token's class, which is the token's number modulo 8. The vocabulary has a thousand tokens, so each of them is rare.
+# - **copy**: predict the next token in sequences whose second half repeats the first. The model has to learn that the second half is a copy.
 
 # %%
 classes = dict(hidden_size=64, num_hidden_layers=1, intermediate_size=256, vocab_size=1000, num_labels=8)
@@ -370,8 +371,8 @@ for (above, below), (name, found) in zip(axes.T, contests.items()):
     print(f"{name}: each at its best, final loss of Adafactor / AdamW {ratios[name]}")
     for optimizer, result in found.items():
         every = [*result["trials"], *result["judged"]]
-        astray = sum(final(losses) > losses[0] for losses in every)
-        print(f"{name}: {astray} of {len(every)} trainings with {optimizer} ended above their first loss")
+        ended_higher = sum(final(losses) > losses[0] for losses in every)
+        print(f"{name}: {ended_higher} of {len(every)} trainings with {optimizer} ended above their first loss")
 for ax in axes[:, 0]:
     ax.set_yscale("log")
 
@@ -395,13 +396,13 @@ exercises.question(
 # %% [markdown]
 # "Same settings, other optimizer" is no fair trial: a learning rate that suits one may ruin the other.
 #
-# A printed ratio above 1 means that Adafactor ended with the higher loss. The interval beside it is the range of the five seeds. The true median is outside that range if all five seeds happen to be on the same side of it: one time in sixteen (2 × ½⁵).
+# A printed ratio above 1 means that Adafactor ended with the higher loss. The interval beside it is the range of the five seeds. The true median is outside this range only if all five seeds are on the same side of the median by chance. This happens one time in sixteen (2 × ½⁵).
 #
-# Upper row: the curves are not parallel. Which optimizer is ahead depends on the rate they share (first line for each task), so whoever gives both one rate can have either result. Without a first moment Adafactor's step is not smoothed, and the same rate moves the weights further: Adafactor tends to need smaller rates. Lower row: with a fair rate for each, the two tasks may still disagree. Compare the two ratios.
+# Upper row: the curves of the two optimizers cross. Which optimizer is ahead depends on the shared rate (first printed line of each task), so a comparison at one shared rate can have either result. Without a first moment Adafactor's step is not smoothed, and the same rate moves the weights further: Adafactor tends to need smaller rates. Lower row: even if each optimizer has its own best rate, the two tasks may disagree about the better optimizer. Compare the two ratios.
 #
 # ## What held
 #
-# The guide says that Adafactor *can* converge more slowly, in some instances. One such instance is enough, so the task on which Adafactor did worse decides; the other one is in the note. The guide also says that Adafactor *often* has instability issues. No lesson can measure how often, over everybody's trainings; the lines above the pictures count ours.
+# The guide says that Adafactor *can* converge more slowly, in some instances. One such instance is enough, so the task on which Adafactor did worse decides; the other task is in the note. The guide also says that Adafactor *often* has instability issues. No lesson can measure how often this happens in everybody's trainings. The printed lines count our trainings that ended above their first loss.
 
 # %% tags=["claim"]
 claims.check("adafactor-row-column", numbers_kept[48, 20] / (48 + 20), note="it keeps means: sums divided by a count")
@@ -420,7 +421,7 @@ claims.check("adafactor-convergence", ratios[hardest], note=f"decided on {hardes
 # %% [markdown]
 # ## Explore
 #
-# One learning rate for both, as if that were fair. Who wins is up to you.
+# Choose one learning rate for both optimizers, although that is not fair. Your choice decides which one wins.
 
 
 # %% tags=["widget"]
@@ -435,7 +436,7 @@ _ = widgets.explore(draw, learning_rate=RATES, task=list(contests))
 # %% [markdown]
 # ## Exercise 1: what is kept
 #
-# Write a function that takes the shape of a tensor (a tuple) and returns how many numbers Adafactor keeps for it, without a first moment. Mind vectors, and stacks of matrices (a mixture of experts has some), whose matrices are factored one by one. The check compares your function with the library.
+# Write a function that takes the shape of a tensor (a tuple) and returns how many numbers Adafactor keeps for it, without a first moment. Tensors can also be vectors, or stacks of matrices (a mixture of experts has some). In a stack, the library keeps the means of each matrix separately. The check compares your function with the library.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -481,7 +482,7 @@ exercises.prove(check, solution=numbers, mistake=sum)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# The look-up task, 30 steps of the Trainer. AdamW, well tuned, gives the loss printed below; but your device holds only `limit`, not enough for its states at this batch. Give training arguments that stay under the limit and end below a loss of **0.1** (guessing gives 2.1). If your answer is right, try for a lower loss.
+# Train the look-up task with the Trainer for 30 steps. The next cell prints the loss and the peak of a well-tuned AdamW, and a memory limit that is too low for AdamW's states at this batch. Give training arguments that stay under the limit and end below a loss of **0.1** (guessing gives 2.1). If your answer is right, try for a lower loss.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -530,7 +531,7 @@ exercises.prove(
 #
 # - **The second moment.** The means of rows and columns replaced a matrix of second moments: its sums stayed exact, and single steps were off by the factors printed above.
 # - **Memory and time.** Nearly all of the states went, since the Trainer keeps no first moment, and the peak fell with them: to 78 % in the recorded runs. The update costs extra time once per step. The more tokens a step has, the smaller is this cost in percent; it also depends on the device (under 2 % of the throughput in the recorded runs).
-# - **Learning.** Each optimizer had its own best learning rate, and each task had its own ratio of the two final losses: on the task that suited Adafactor less, it ended 1.8 times as high. At one shared rate the comparison says more about the rate than about the optimizers.
+# - **Learning.** Each optimizer had its own best learning rate, and each task had its own ratio of the two final losses: on the task that suited Adafactor less, its loss was 1.8 times AdamW's. At one shared rate the comparison says more about the rate than about the optimizers.
 #
 # Adafactor is the wrong tool if activations make the peak (lessons 05 and 06), or if a recipe tuned for AdamW must be reproduced. Next, lesson 09 keeps both of Adam's numbers, in fewer bits.
 
