@@ -1,12 +1,12 @@
 # %% [markdown]
 # # How few bits does training need?
 #
-# NaN in fp16, fine in bf16: why? Your fine-tuning in fp16 logs a loss of NaN after some steps. The same script in bf16 trains well. Both formats have 16 bits. The first part of this lesson finds the cause in the bits, and builds the remedy. The second part measures what 16 bits save, in memory and in time.
+# Your fine-tuning in fp16 logs a loss of NaN after some steps. The same script in bf16 trains well. Both formats have 16 bits, so why? The first part of this lesson finds the cause in the bits, and builds the remedy. The second part measures what 16 bits save, in memory and in time.
 #
 # **You will see**
 #
 # - what fp32, bf16 and fp16 can hold, bit by bit, and a loss scaler written by hand that rescues the gradients that fp16 loses
-# - which bytes of a training step halve in mixed precision, which stay, which are added, and from which batch size on it pays; your curve is compared with the guide's figures
+# - which bytes of a training step halve in mixed precision, which stay, which are added, and from which batch size on it pays
 # - where half precision is faster, and how to tell whether the loss and an evaluation are still as good
 #
 # **Time:** 50 minutes in two parts. The cells run for 41 s on two CPU cores.
@@ -58,7 +58,7 @@ print(f"{lab.machine.name}: mixed precision is {mixed}")
 #
 # A floating-point number has a sign, an exponent (which power of two) and a mantissa (the digits). The picture shows the bits of one number as they are stored. tf32 is never stored: it is fp32 whose last mantissa bits are left out inside a matmul (13 of them on Ampere, NVIDIA's first GPUs with tf32).
 #
-# The table below the picture shows how large a number can get, and from which number on adding 1 changes nothing.
+# The printed line tries the 2023 guide's largest fp16 number, 65535, and three smaller ones. The table below it shows how large a number can get, and from which number on adding 1 changes nothing.
 
 
 # %%
@@ -111,7 +111,7 @@ rows = [[name, f"{top:.6g}", f"{end:.0f}"] for name, (top, end) in limits.items(
 plots.Table(["format", "largest number", "n + 1 is n from"], rows)
 
 # %% [markdown]
-# The next picture shows the range of each format, from its smallest positive number to its largest. (In the lighter part a number has fewer digits.) Two values are marked: a gradient of 2e-8, and an activation of 66246 that a user met in the language model T5. Which format holds which of them?
+# The next picture shows the range of each format, from its smallest positive number to its largest. (In the lighter part, of *subnormal* numbers, leading zeros use up digits.) Two values are marked: a gradient of 2e-8, and an activation of 66246 that a user met in the language model T5. Which format holds which of them?
 
 # %%
 _, ax = plt.subplots(figsize=(9, 2.6), layout="constrained")
@@ -129,13 +129,13 @@ ax.set(xlabel="power of ten", xlim=(-47, 66), ylim=(2.5, -1.1))
 _ = ax.set_title("Range of the formats", loc="left")
 
 # %% [markdown]
-# fp16 holds neither of them. 66246 becomes `inf`, and from an `inf` the next operations make `nan`; 2e-8 becomes 0, and a weight without a gradient does not learn. bf16 holds both, because it has the range of fp32. It pays with digits: a running sum of ones gets stuck at the number in the table, however many ones follow. fp16 has more digits and little range.
+# fp16 holds neither of them. 66246 becomes `inf`, and from an `inf` the next operations make `nan`; 2e-8 becomes 0, and a weight without a gradient does not learn. bf16 holds both, because it has the range of fp32. It pays with digits: a running sum of ones gets stuck at the number in the table's last column. fp16 has more digits and little range.
 #
-# The guides mention bf16 only for Ampere and TPUs. Newer CPUs have instructions for it (`lab.machine.native_bf16` says whether yours has), and other machines emulate it. The guide's one-line check is gone: see note 1 at the end.
+# The guides mention bf16 only for Ampere and TPUs. Newer CPUs have instructions for it, and other machines emulate it. The guide's one-line check for bf16 is gone: see note 1 at the end.
 #
 # ### Does bf16 cause the overflow?
 #
-# The 2022 guide says that a model trained in bf16 is likely to overflow when it is fine-tuned in fp16. Its case is T5, the model with the 66246 ([transformers#5651](https://github.com/huggingface/transformers/issues/5651)). Those weights are not downloaded here. Instead, small networks learn house prices: in bf16, in fp16 with the loss scaler of the next section, and in fp32 as a control. Then each network is trained further in fp16. The prices reach half of fp16's largest number, then nine tenths of it. If bf16 is the cause, its column differs from the other columns.
+# The 2022 guide says that a model trained in bf16 is likely to overflow when it is fine-tuned in fp16. Its case is T5 ([transformers#5651](https://github.com/huggingface/transformers/issues/5651)). Here small networks learn house prices instead: in bf16, in fp16 (with the loss scaler of the next section), and in fp32 as a control. Then each network is trained further in fp16. The highest price is half of fp16's largest number, then nine tenths of it. While a network learns, its predictions overshoot the prices. If bf16 is the cause, its column is far above the others in both rows.
 
 
 # %%
@@ -182,18 +182,18 @@ display(
 print(f"trained in bf16 on prices up to 90%, and fine-tuned in bf16: {stayed:.0%} overflow")
 
 # %% [markdown]
-# Compare the columns of each row. If nets from fp32 overflow in the lower row too, and no net does in the upper row, the cause is the size of the numbers, not training in bf16.
+# (There are five nets per column.) If nets from fp32 overflow in the lower row too, and no net does in the upper row, the cause is the size of the numbers, not training in bf16.
 #
 # ### By hand: the loss scaler
 #
-# Gradients are small, and fp16 has no number between 0 and about 6e-8. How many gradients become 0? That depends on their size. So the next table multiplies the loss of a small network by smaller and smaller weights, as you would do with the loss of a side task: every gradient shrinks by the same factor.
+# Gradients are small, and fp16 has no number between 0 and about 6e-8. How many gradients become 0? That depends on their size. So the next table multiplies the loss of a small network by smaller and smaller weights, as you would do with the loss of a side task (one that should count less): every gradient shrinks by the same factor.
 #
 # The remedy is to multiply the loss by a large number, the *loss scale*. This multiplies every gradient, and before the update the gradients are divided by it again. The right scale is found by trying:
 #
 # - if a gradient is `inf`, the step is skipped and the scale is halved;
-# - after some good steps, the scale is doubled.
+# - after some *good* steps, steps without an `inf`, the scale is doubled.
 #
-# Two trainings test it: one with a loss weight of 1e-5, and one with a single bad step, whose gradient is 2^40 times too large.
+# The third cell tests our scaler in two trainings: one with a loss weight of 1e-5, and one with a single bad step, whose gradient is 2^40 times too large.
 
 # %%
 inputs = torch.randn(128, 64, generator=torch.manual_seed(0))
@@ -288,7 +288,7 @@ try_scaler(2.0**16, "One bad step, the 26th", bad_step=25)
 #
 # `torch.autocast` acts inside its `with` block, a *region*. It decides for each operation: some run in half precision, some in fp32, and the others keep the type of their inputs. CPU and GPU differ, so the cell tries it on your device.
 #
-# How do you see a cast? Every operation goes through torch's dispatcher, which selects its kernel. A *dispatch mode* is called there with each operation and its tensors before the operation runs. Ours counts operations; a cast is called `_to_copy`. The cell uses one weight twice and answers two questions. How often is the weight cast? And if it is changed between the two uses, as an optimizer would do, does the second matmul see the change?
+# How do you see a cast? torch passes each operation to a *dispatch mode* before the operation runs. Ours counts them; a cast is called `_to_copy`. One weight is used twice. How often is it cast? And if it is changed between the two uses, as an optimizer would do, does the second matmul see the change? The cell also tests a LayerNorm whose sum overflows fp16, and lists types of results.
 
 
 # %%
@@ -324,7 +324,7 @@ def autocast_facts(task):
     x = torch.randn(8, 64, device=device)
     h, layer, norm = x.half(), nn.Linear(64, 64).to(device), nn.LayerNorm(64).to(device)
     with torch.autocast(device, dtype=torch.float16):
-        results = {"linear layer": layer(x), "GELU": F.gelu(h), "softmax": h.softmax(-1), "LayerNorm": norm(h)}
+        results = {"linear (input fp32)": layer(x), "GELU": F.gelu(h), "softmax": h.softmax(-1), "LayerNorm": norm(h)}
         results |= {"residual: fp16 + fp32": h + x, "cross-entropy": F.cross_entropy(h, torch.arange(8).to(device))}
     types = {name: str(result.dtype).removeprefix("torch.") for name, result in results.items()}
     x = (1000 + torch.randn(64, 1024, device=device)).half()
@@ -338,19 +338,19 @@ def autocast_facts(task):
 facts = lab.run(autocast_facts, "autocast", measure="value")
 types, ((casts, follows), (casts_without, follows_without)), norm_error, plain_sum, flag = facts.value
 print(f"casts of a weight that is used twice: {casts:g} per region, {casts_without:g} without the cache")
-print(f"the second matmul follows its weight by {follows:.2f}, {follows_without:.2f} without the cache")
+print(f"changing the weight changes the second result by {follows:.2f}, without the cache by {follows_without:.2f}")
 print(f"1024 numbers near 1000, added in fp16: {plain_sum}; error of their LayerNorm: {norm_error:.2f} eps at most")
-plots.Table(["operation on fp16 under autocast", f"its result on {lab.machine.kind}"], list(types.items()))
+plots.Table(["operation (input fp16)", f"its result on {lab.machine.kind}"], list(types.items()))
 
 # %% [markdown]
-# - **Copies:** a weight is cast once per region, and the copy is kept in a cache until the region ends or backward no longer needs it. These copies are the price of mixed precision.
-# - **Stale copies:** a copy does not follow its weight. The second printed line shows by how much the result of the second matmul changed when the weight did: with the cache not at all. So each iteration has to make new copies. Put a region around one forward pass, and nothing else.
+# - **Copies:** a weight is cast once per region, and the copy is kept in a cache until the region ends or backward no longer needs it.
+# - **Stale copies:** a copy does not follow its weight. With the cache, the second matmul's result did not change when the weight did (second printed line). So each iteration has to make new copies. Put a region around one forward pass, and nothing else.
 # - **LayerNorm** is right although the sum that it needs overflows fp16: inside, it adds in fp32. (The error is in units of *eps*, the distance from 1 to the next number in fp16.)
 # - **The residual sum**, fp16 + fp32, is fp32. It will matter in part 2.
 #
 # ### Explore
 #
-# Try numbers near the limits: bf16 cannot hold 257, and fp16 cannot hold 2049. 65519 is the last integer that fp16 can round down, and 2e-8 is less than half of its smallest number.
+# Try numbers near the limits: bf16 cannot hold 257, and fp16 cannot hold 2049. 65519 is the last integer that fp16 can round down. 2e-8 is less than half of its smallest number, so it becomes 0.
 
 # %% tags=["widget"]
 _ = widgets.explore(draw_bits, value=[0.1, 1.0, 257.0, 2049.0, 65519.0, 65520.0, 6e-8, 2e-8, 3e38])
@@ -379,7 +379,7 @@ claims.check("layernorm-accumulates-fp32", norm_error, note=f"the plain sum in f
 # %% [markdown]
 # ### Exercise 1: choose a loss scale
 #
-# With a loss weight of 1e-9 even the usual start of 65536 is too small. Find a scale (a power of two) with which fp16 loses less than 1 % of the gradients and none overflows.
+# With a loss weight of 1e-9 even 65536, the scale that torch's scaler starts with, is too small. Find a scale (a power of two) with which fp16 loses less than 1 % of the gradients and none overflows.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -433,9 +433,9 @@ widgets.predict(
 # %% [markdown]
 # ### Baseline, then change one thing
 #
-# This is the 2022 guide's experiment: bert-base on 128 tokens, with more and more samples. There are three recipes: fp32, mixed precision, and *pure* half precision, whose weights themselves have 16 bits. Each step has two micro-batches, so that the gradients of the first are there while the second is computed.
+# This is the 2022 guide's experiment: bert-base on 128 tokens, with more and more samples. There are three recipes: fp32, mixed precision, and *pure* half precision, whose weights have 16 bits. Each step has two micro-batches: while the second is computed, the gradients of the first are in memory.
 #
-# > **On a CPU** a miniature of bert-base is trained. The ratio of a sample's activations to the weights is about the same in both. `estimate` calculates the peaks of bert-base on a GPU.
+# > **On a CPU** a miniature of bert-base is trained, with about the same ratio of a sample's activations to the weights. `estimate` calculates the peaks of bert-base on a GPU.
 
 # %%
 shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -446,7 +446,7 @@ miniature = Task("bert-tiny", seq_len=24, config=small_shape | {"vocab_size": 85
 task, batches = original if on_gpu else miniature, (1, 8, 16, 32, 64)
 small, large = batches[0], batches[-1]
 timed_task, batch = lab.task if on_gpu else Task(lab.sized("bert-small", "bert-tiny"), 64), lab.profile.micro_batch
-in_step = roofline.products(lab, half, timed_task, batch)
+in_step = roofline.products(lab, half, timed_task, batch)  # for the part on speed: rates and share of matmuls
 if not (quick := in_step.usable):  # this machine emulates 16 bits
     timed_task, batch = learnable, 16
     in_step = roofline.products(lab, half, timed_task, batch)
@@ -531,17 +531,17 @@ exercises.question(
 )
 
 # %% [markdown]
-# Below the black line mixed precision costs memory. The bars show why: the copies of the weights take the same bytes at every batch size, while smaller activations and temporaries save more, the larger the batch. Where cost and saving are equal, mixed precision begins to pay. Weights, gradients and states are those of fp32; only pure half precision halves them. The guide's curve, read from nvidia-smi, rises from 84 of 4247 MB at batch 8 to 1976 of 10037 MB at 64.
+# Below the black line mixed precision costs memory. The bars show why: the copies of the weights take the same bytes at every batch size, while smaller activations and temporaries save more, the larger the batch. Weights, gradients and states are those of fp32; only pure half precision halves them. The guide's curve, read from nvidia-smi, rises from 84 of 4247 MB at batch 8 to 1976 of 10037 MB at 64.
 #
-# **Below batch 8**, the guide says, mixed precision takes more memory. This is true only if gradients exist at the same time as the copies:
+# **Below batch 8**, the guide says, mixed precision takes more memory. This is true only if the copies come on top of a full set of gradients:
 #
-# - In 2022 they always did: `zero_grad` filled gradients with zeros, and frees them only since torch 2.0 ([pytorch#92731](https://github.com/pytorch/pytorch/pull/92731)).
-# - Today the two exist together only under accumulation.
+# - In 2022 they always did: `zero_grad` filled gradients with zeros; it frees them only since torch 2.0 ([pytorch#92731](https://github.com/pytorch/pytorch/pull/92731)).
+# - Today they do so only under accumulation.
 # - Without accumulation, backward drops the copies one after the other, and the gradients, which are twice as large, take their place. A small batch then costs nothing, as a claim below shows.
 #
 # ### Do activations halve?
 #
-# The guides say that what autograd keeps for backward, the activations, halves. The next cells list these tensors by the module that keeps them, and add them up.
+# The guides say that what autograd keeps for backward, the activations, halves. The next cells list these tensors by the module that keeps them (BERT's names: `self` is attention, `dense` a linear layer), and add them up.
 
 
 # %%
@@ -602,15 +602,15 @@ plots.Table(["activations against fp32", "default attention", "attn_implementati
 # %% [markdown]
 # Three reasons why the sum need not halve:
 #
-# - **`LayerNorm`** keeps its input, a residual sum, which stays fp32.
+# - **`LayerNorm`** keeps its input, a residual sum, which stays fp32. So does the input of the embeddings' `dropout`.
 # - **`query`, `key` and `value`** take the same tensor, which fp32 keeps once. Under autocast each of the three casts it again (the cache is for weights only), and three copies of half the size are more than the original.
-# - **`self`**, attention with dropout, uses torch's plain kernel on a CPU, which computes in fp32 inside ([pytorch#128922](https://github.com/pytorch/pytorch/pull/128922)). The model's own "eager" attention does not: it is a remedy, as the second table shows for a CPU.
+# - **`self`**, attention with dropout, uses torch's plain kernel on a CPU, which computes in fp32 inside ([pytorch#128922](https://github.com/pytorch/pytorch/pull/128922)): these are the fp32 matmuls of the printed line. The model's own "eager" attention does not: it is a remedy, as the second table shows for a CPU.
 #
-# With 16-bit weights and eager attention nothing is fp32, and everything halves. Why not always? In bf16, a weight of 1 plus an update of 0.001 is 1: small updates are lost. Pure fp16 also has its small range. Exercise 2 tries both.
+# With 16-bit weights and eager attention nothing is fp32, and everything halves. Why not always? In bf16, a weight of 1 plus an update of 0.001 is 1: small updates are lost. Pure fp16 also has its small range. Exercise 2 lets you try both formats.
 #
 # ### Is it fast, and does it still learn?
 #
-# A task that can be learnt is trained in fp32 and in mixed precision, three times each (three seeds). In the picture each recipe has a band of three curves: compare the bands.
+# A task that can be learnt is trained in fp32 and in mixed precision, three times each (three seeds). A *final loss* is the mean of the last 10 steps. In the picture each recipe is a band of three curves.
 #
 # > **On a GPU** of compute capability 8.0 or newer, tf32 is trained too. **On a CPU**, one run with `fp16=True` is added.
 
@@ -674,16 +674,16 @@ exercises.question(
 #
 # - torch answers "yes" to bf16 wherever it can be *computed*, also on a T4 ([pytorch#148322](https://github.com/pytorch/pytorch/pull/148322)).
 # - Without 16-bit instructions torch takes a slow path ([pytorch#118499](https://github.com/pytorch/pytorch/issues/118499)).
-# - With these instructions a CPU may be slower too: of three CPUs with `avx512_bf16` that were tried, one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
-# - The range printed above for the step follows from two parts (Amdahl's law): the matmuls speed up by the ratio of their rates, and the rest takes half to twice its time (its bytes are halved, but casts are added). The matmuls' share is a range: small matmuls may be slower than the timed one, and the Trainer adds work.
+# - With these instructions a CPU may be slower too: of three CPUs with `avx512_bf16`, one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
+# - The range printed above for the step follows from two parts (Amdahl's law): the matmuls speed up by the ratio of their rates, and the rest takes half to twice its time (its bytes are halved, but casts are added). The matmuls' share of a step is a range, too: small matmuls may run below the printed rate, and the Trainer adds work.
 #
-# > **On a CPU** `fp16=True` has no effect if the cell printed True: its losses are those of fp32 to the last digit. accelerate applies the switch on accelerators only.
+# > **On a CPU** `fp16=True` has no effect if the cell printed True: its losses are those of fp32 to the last digit. accelerate applies this argument on accelerators only.
 #
 # ### Inference: the whole model in 16 bits
 #
-# Inference has no small updates to add, so the whole model may have 16 bits. The guide compares this with mixed precision, which keeps fp32 weights *and* 16-bit copies: 6 bytes per parameter. (Autocast never casts embeddings, so the models below have small ones.)
+# Inference has no small updates to add, so the whole model may have 16 bits. The guide compares this with mixed precision, which keeps fp32 weights *and* 16-bit copies: 6 bytes per parameter. (Autocast makes no copies of embeddings, so the models below have small ones.)
 #
-# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. How good the results are depends on the model. The third of the next cells therefore evaluates two models that are the same function in fp32: a trained model, and its twin. In the twin's feed-forward layers the first weights are multiplied by 2^18, and the second ones are divided by it, so that only the numbers between the two are larger.
+# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. The third of the next cells evaluates two models that are the same function in fp32: a trained model, and its twin. In the twin's feed-forward layers the first weights are multiplied by 2^18, and the second ones are divided by it, so that only the numbers between the two are larger.
 
 # %%
 served = lab.task
@@ -699,7 +699,7 @@ served_speed = lab.compare(by_autocast, all_half).speed_ratio
 print(f"pure half against autocast: {weighed[1] / weighed[0]:.3f} x the bytes of weights, {served_speed} x the speed")
 
 
-def tf32_facts(task):
+def tf32_facts(task):  # for the section on tf32
     from transformers import TrainingArguments
 
     default, changed = torch.get_float32_matmul_precision(), 0
@@ -760,16 +760,16 @@ header = ["evaluation", "bytes per parameter afterwards", "loss", "accuracy", "t
 plots.Table(header, [[name, *map(float, row)] for name, row in evals.items()])
 
 # %% [markdown]
-# bf16 gives the twin exactly the losses of the model, because a power of two changes no mantissa bit. fp16 gives `nan`, as it did in T5's feed-forward layers. Two traps:
+# bf16 gives the twin exactly the losses of the model, because a power of two changes no mantissa bit. fp16 gives `nan`, as it did in T5's feed-forward layers, and the twin always answers class 0. Two traps:
 #
-# - Afterwards your model *is* 16-bit, so save it first.
+# - After evaluating with a flag, your model *is* 16-bit: save it before.
 # - While `train()` runs, the flags are ignored: the printed type shows it.
 #
 # ### tf32
 #
-# tf32 needs only permission: `torch.set_float32_matmul_precision("high")`, or the Trainer's `tf32=True` (its history and its traps are in note 2 at the end). Under fp16, tf32 can only speed up the matmuls that are left in fp32; they were counted above.
+# tf32 needs only permission: `torch.set_float32_matmul_precision("high")`, or the Trainer's `tf32=True` (history and traps: note 2 at the end). Under fp16, tf32 can only speed up the matmuls that are left in fp32; they were counted above.
 #
-# > **On a GPU** of compute capability 8.0 or newer, the claims below measure tf32. On a CPU they are not testable.
+# > **On a GPU** of compute capability 8.0 or newer, the claims below measure tf32.
 #
 # ### What held: memory
 
@@ -876,7 +876,7 @@ claims.check("tf32-convergence", tf32_losses, note=f"final losses: {finals}")
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Find the fastest recipe on this machine that still learns as fp32 does. Your answer is a dict of training arguments, such as `{"bf16": True}`, `{"dtype": "float16"}`, or `{}` for fp32. The final loss (the mean of the last 10 steps, as above) may be at most a tenth above that of the worst fp32 seed. The speed must be at least 0.8 of that of fp32 or of mixed precision, whichever is faster.
+# Find the fastest recipe on this machine that still learns as fp32 does. Your answer is a dict of training arguments, such as `{"bf16": True}`, `{"dtype": "float16"}`, or `{}` for fp32. The final loss may be at most a tenth above that of the worst fp32 seed. The speed must be at least 0.8 of that of fp32 or of mixed precision, whichever is faster.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -917,14 +917,14 @@ exercises.prove(check_recipe, solution=solution, mistake={"dtype": half, "optim"
 # ## Recap
 #
 # - **Formats:** bf16 has the range of fp32 (up to 3.39e38) with few digits. fp16 has more digits, but its largest number is 65504, not the guide's 65535: a larger activation becomes `inf`, then NaN.
-# - **Loss scaling:** your scaler rescued the gradients that fp16 loses below about 6e-8, as torch's does. bf16 needs none.
+# - **Loss scaling:** your scaler rescued the gradients that fp16 loses below about 6e-8. bf16 needs none.
 # - **Memory:** weights, gradients and states stay in fp32, and copies of the weights are added: 6 bytes per parameter in inference. Only activations shrink, by less than the 50 % that the guides promise. So mixed precision pays only from a certain batch size on.
 # - **Speed:** it depends on the chip's 16-bit matmuls, whatever a flag says. One CPU with the instructions ran bf16 matmuls at 0.65 of fp32's rate.
 # - **Quality:** compare the loss with a band of 3 fp32 seeds. With 16-bit weights, evaluate before you trust: the fp16 twin gave `nan`.
 #
 # **Note 1, bf16.** The guide's check, `transformers.file_utils.is_torch_bf16_available()`, is gone. Its successor, `transformers.utils.is_torch_bf16_gpu_available()`, asks accelerators only, and a T4, which emulates bf16, passes.
 #
-# **Note 2, tf32.** torch allowed tf32 by default from 1.7 on and stopped with 1.12 ([transformers#16588](https://github.com/huggingface/transformers/issues/16588)); cuDNN's convolutions still use it. Since 2.9 there is also `torch.backends.fp32_precision = "tf32"`, which the Trainer's `tf32=True` sets. That does nothing if `"highest"` was set before, and makes older getters raise an error ([pytorch#179445](https://github.com/pytorch/pytorch/issues/179445)).
+# **Note 2, tf32.** torch allowed tf32 by default from 1.7 on and stopped with 1.12 ([transformers#16588](https://github.com/huggingface/transformers/issues/16588)); cuDNN's convolutions still use it. Since 2.9 there is also `torch.backends.fp32_precision = "tf32"`, which the Trainer's `tf32=True` sets. This setting does nothing if `"highest"` was set before, and makes `torch.get_float32_matmul_precision()` raise an error ([pytorch#179445](https://github.com/pytorch/pytorch/issues/179445)).
 
 # %% tags=["finish"]
 claims.finish()
