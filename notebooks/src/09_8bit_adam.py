@@ -43,7 +43,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # AdamW keeps 8 bytes per parameter. The Trainer's flag for 8-bit AdamW is `optim="adamw_bnb_8bit"`.
 #
-# The answer depends on how many of the model's parameters are in embeddings. In bert-large they are 9.5 %. On a CPU this lesson uses a small model, and its vocabulary is short, so that the share is nearly the same.
+# The flag does not treat embeddings as it treats the other parameters, so the answer depends on the share of parameters in embeddings. In bert-large this share is 9.5 %. On a CPU this lesson uses a small model with a short vocabulary, so that the share is nearly the same.
 
 # %%
 cuda = lab.machine.kind == "cuda"
@@ -59,7 +59,7 @@ widgets.predict(lab, "states", question, "bytes per parameter", 0, 12)
 # %% [markdown]
 # ## By hand: the map
 #
-# The **map** is the list of the 256 values. Which values should it have? Adam's two running averages are called moments: the *first moment* is the average of the gradients, the *second moment* that of their squares. Each number is first divided by the largest, so the values run from 0 to 1 (or, with a sign, from -1 to 1). Second moments within one tensor differ by many powers of ten, so values in equal steps would spend nearly all values on the few large ones. The *dynamic* map has seven decades, from $10^{-7}$ up to 1; each has twice as many values as the decade below it. The first moment gets a signed map. The second gets an unsigned map, which has twice the values in each decade.
+# The **map** is the list of the 256 values. Which values should it have? Adam's two running averages are called moments: the *first moment* is the average of the gradients, the *second moment* that of their squares. Each number is first divided by the largest one of its tensor, so the values run from 0 to 1 (or, with a sign, from -1 to 1). Second moments within one tensor differ by many powers of ten. Equal steps would place nearly all of the 256 values among the few large moments, and hardly any among the many small ones. The *dynamic* map divides the range from $10^{-7}$ up to 1 into seven *decades*, i.e. factors of ten; each decade has twice as many values as the decade below it. The first moment gets a signed map. The second gets an unsigned map, which has twice the values in each decade.
 
 
 # %%
@@ -107,7 +107,9 @@ plt.show()
 #
 # ## By hand: the block
 #
-# So far the scale was the largest entry of the *tensor*. The library cuts a tensor into **blocks** of 256 numbers instead, each with a scale of its own (its largest absolute value, *absmax*). Why? The question below is about that.
+# So far the scale was the largest entry of the *tensor*. The library cuts a tensor into **blocks** of 256 numbers instead, each with a scale of its own (its largest absolute value, *absmax*). The next cell does this to 4096 numbers: they take one byte each, and each of the 16 scales takes 4 bytes.
+#
+# Why blocks? A question below asks what one outlier does. The errors are averaged over 16 *stretches* of 256 numbers, whatever the size of a block is.
 
 
 # %%
@@ -170,7 +172,7 @@ ax = plots.lines(stretches, series, "stretch of 256 numbers", "mean error", titl
 ax.set_yscale("log")
 
 # %% [markdown]
-# All 4096 numbers are drawn alike, about 1 in size, except for a single one of 1000. This outlier stretches the scale, and all other numbers with the same scale slide down to where the map is coarse. With one scale the whole tensor becomes less exact; with blocks only the block of the outlier does.
+# All 4096 numbers come from one distribution, about 1 in size, except for a single one of 1000. This outlier makes the scale large, so all other numbers with the same scale become small, and there the map is coarse. With one scale the whole tensor becomes less exact; with blocks only the block of the outlier does.
 #
 # ## By hand: the step
 #
@@ -239,7 +241,7 @@ print(types)
 #
 # ## Baseline
 #
-# We train with AdamW, fused, at the micro-batch of this profile.
+# We train with the Trainer's default, the fused AdamW (lesson 10), at the micro-batch of this profile.
 
 # %%
 common = dict(task=task, per_device_train_batch_size=lab.profile.micro_batch, measure=("memory",))
@@ -265,11 +267,11 @@ by_hand = lab.train("8-bit, grouped by hand", optimizer=grouped, **common)  # ne
 adafactor = lab.train("Adafactor", optim="adafactor", **common)  # of lesson 08, to compare with
 
 decay_names = set(Trainer.get_decay_parameter_names(None, meta))
-print("the Trainer's own groups are the same:", decay_names == {n for n, p in meta.named_parameters() if p.ndim >= 2})
+print("the Trainer groups as `grouped` does:", decay_names == {n for n, p in meta.named_parameters() if p.ndim >= 2})
 widgets.revealed(lab, "states", flag.memory.breakdown["optimizer_states"] / parameters)
 
 # %% [markdown]
-# So the flag groups parameters as the guide did. Does it keep the same bytes? Two rules decide:
+# So the flag groups parameters as the guide did. Do both ways keep the same bytes of states? Two rules decide:
 #
 # - The *library* leaves tensors of fewer than 4096 numbers in 32 bits: there is little to save, and norms and biases are few and sensitive.
 # - The *Trainer*, behind the flag, requests 32 bits for every embedding. Most rows of an embedding get no gradient in most steps and a large one in some, and 8-bit embeddings made pretraining unstable ([the discussion](https://github.com/huggingface/transformers/issues/14819)).
@@ -295,7 +297,7 @@ for kind, sizes in account.items():
 rows.append(["all", "", f"{parameters:,}", *(total / parameters for total in counted)])
 measured = [run.memory.breakdown["optimizer_states"] for run in (flag, by_hand)]
 torch.testing.assert_close(measured, counted, rtol=0.01, atol=0)
-print("counted by the rules:", *map(plots.bytes_text, counted), "- measured:", *map(plots.bytes_text, measured))
+print("flag, by hand: counted", *map(plots.bytes_text, counted), "- measured:", *map(plots.bytes_text, measured))
 plots.Table(["tensors", "how many", "parameters", "flag: bytes/parameter", "by hand: bytes/parameter"], rows)
 
 # %% [markdown]
@@ -303,7 +305,7 @@ plots.Table(["tensors", "how many", "parameters", "flag: bytes/parameter", "by h
 #
 # ## States are not the peak
 #
-# The first picture shows the peaks. The second one shows a whole training step with AdamW and, below it, one with the flag, operation by operation. In the table, *step* is only the last phase of it: the optimizer's step.
+# The first picture shows the peaks. The second one shows all operations of a training step: with AdamW and, below it, with the flag. In the table, *highest in the step* means the last phase of the training step only: the optimizer's step.
 
 # %%
 _ = plots.memory([vanilla, flag, by_hand, adafactor])
@@ -331,15 +333,15 @@ for run in (vanilla, flag, by_hand, adafactor):
 plots.Table(["run", *names], rows)
 
 # %% [markdown]
-# States are in memory all the time, so saving them lowers the peak in any phase. If the peak is in the backward pass, the flag lowers it by nearly 6 bytes per quantized parameter; Adafactor lowers it by 8 per parameter, embeddings included.
+# States are in memory all the time, so saving them lowers the peak in any phase. If the peak is in the backward pass, the flag lowers it by nearly 6 bytes per quantized parameter (8 bytes become a little more than 2); Adafactor lowers it by 8 per parameter, embeddings included.
 #
-# In the optimizer's step the peak also depends on the backend, bitsandbytes' code for your device. Its [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. The picture shows these bytes in grey, as *operator workspace*; the largest tensor decides their height. Compare the last two columns of bytes in the table: as long as *highest in the step* is below *highest in backward*, the intermediate results cost nothing. Exercise 1 asks what a small batch changes.
+# In the optimizer's step the peak also depends on the backend, bitsandbytes' code for your device. Its [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. The second picture shows these bytes in grey, as *operator workspace*; the largest tensor decides their height. Compare the last two columns of bytes in the table: as long as *highest in the step* is below *highest in backward*, the intermediate results cost nothing. Exercise 1 asks what a small batch changes.
 #
 # > **On a GPU:** one CUDA kernel expands a state in registers, a few numbers at a time, so the update needs no memory of its own.
 #
 # ## Does it learn as well?
 #
-# The task is the look-up of lesson 08: name each token's class, for a thousand rare tokens. This is a hard test for the states of embeddings. Here even these states are in 8 bits, because bitsandbytes' optimizer is made without the Trainer and its rule. Both optimizers try the same four learning rates on one seed. Then both train with AdamW's best rate on five other seeds.
+# The task is the look-up of lesson 08: name each token's class, for a thousand rare tokens. This is a hard test for the states of embeddings. Here even these states are in 8 bits: the loop makes bitsandbytes' optimizer itself, so the Trainer's rule for embeddings does not apply. Both optimizers try the same four learning rates on one seed. Then both train with AdamW's best rate on five other seeds.
 
 # %%
 classes = dict(hidden_size=64, num_hidden_layers=1, intermediate_size=256, vocab_size=1000, num_labels=8)
@@ -363,7 +365,7 @@ def learn(task, make, seed, batch=16):
         decay.step()
         losses.append(loss.detach())
     tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    unique = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.ndim}  # the maps are shared
+    unique = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.ndim}  # a map is shared: count it once
     return [float(loss) for loss in losses], sum(unique.values()) / sum(p.numel() for p in model.parameters())
 
 
