@@ -57,7 +57,7 @@ widgets.predict(lab, "foreach", "Peak of a step with foreach=True, in percent of
 # %% [markdown]
 # ## By hand: one update, three forms
 #
-# The three forms do the same, line by line: decay the weight, move the two running averages, take the square root of the second one, change the weight. The loop makes the root of one tensor at a time, the foreach form makes the roots of all. The fused form is the operation that torch's own optimizer calls. Then our three forms and torch's own three take twenty steps on tensors of five sizes, and the table compares each of the six with torch's loop.
+# The three forms do the same, line by line (the eight operations are the lines of `foreach`): decay the weight, move the two running averages, take the square root of the second one, change the weight. The loop makes the root of one tensor at a time, the foreach form makes the roots of all. The fused form is the operation that torch's own optimizer calls. Then our three forms and torch's own three take twenty steps on tensors of five sizes, and the table compares each of the six with torch's loop.
 
 # %%
 RATE, BETA1, BETA2, EPSILON, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
@@ -128,7 +128,7 @@ plots.Table(
 
 
 # %% [markdown]
-# If a form has 0 in the column *unequal in a bit*, it does the same roundings in the same order as torch's loop. If some weights differ, the form rounds at other places: the fused kernel multiplies and divides in another order, and need not store, and thereby round, a result between two operations. Look at the size of the difference: a number near 1 is stored to within 6e-8, so a difference of this order is one or two roundings.
+# If a form has 0 in the column *unequal in a bit*, it does the same roundings in the same order as torch's loop. If some weights differ, the form rounds at other places: the fused form multiplies and divides in another order, and need not store, and thereby round, a result between two operations. Look at the size of the difference: a number near 1 is stored to within 6e-8, so a difference of this order is one or two roundings.
 #
 # ## What is launched
 #
@@ -167,7 +167,7 @@ plots.Table(["torch.optim.AdamW", "10 tensors", "100 tensors"], [[name, *pair] f
 #
 # > **On a GPU:** without a flag you get foreach, as the guide predicted. A multi-tensor kernel gets the addresses of its tensors as arguments. There is room for some dozens of addresses, so many tensors need several kernels.
 #
-# One operator may run many kernels. On a CPU, a foreach operator is a loop over the tensors in C++, which saves the Python and nothing else. The next cell counts what runs inside the operators, with torch's profiler. (On a CPU the fused operator counts as 1, although it loops over the tensors inside.)
+# One operator may run many kernels. On a CPU, a foreach operator is a loop over the tensors in C++, which saves the time of Python and nothing else. The next cell counts what runs inside the operators, with torch's profiler. (On a CPU the fused operator counts as 1, although it loops over the tensors inside.)
 
 
 # %%
@@ -186,7 +186,7 @@ def kernels(_):
                 torch.cuda.synchronize()
         events = [event for event in seen.events() if on_gpu or event.name.removeprefix("aten::") in one_tensor]
         found[name] = sum("CUDA" in str(event.device_type) for event in events) if on_gpu else len(events)
-    return {name: number or None for name, number in found.items()}  # a rehearsal launches no kernel
+    return {name: number or None for name, number in found.items()}  # a dry run launches no kernel
 
 
 below = lab.run(kernels, measure="value").value
@@ -199,7 +199,7 @@ plots.Table(
 # %% [markdown]
 # ## Time, by number and size
 #
-# How large must tensors be before foreach no longer pays? All three forms update tensors of one size: first four of them, then as many as a fixed total of numbers allows (2048 at most). This is repeated for four sizes. The table shows the times with many tensors, and its last two columns compare the forms. The times with four tensors are used under *Explore*.
+# How large must tensors be before foreach no longer pays? The cells time all three forms with tensors of four sizes. For each size they update first four tensors, then many: a fixed total of numbers divided by the size, 2048 at most. The table shows the times with many tensors, and its last two columns compare the forms. The times with four tensors are used under *Explore*.
 
 # %%
 SIZES = [2**6, 2**10, 2**14, 2**18]
@@ -229,7 +229,7 @@ def grid(_):
 
 
 # %%
-seconds_of = dict.fromkeys(TORCH)  # form -> {size: (seconds once, seconds per tensor)}, or None in a rehearsal
+seconds_of = dict.fromkeys(TORCH)  # form -> {size: (seconds once, seconds per tensor)}, or None in a dry run
 measured = lab.run(grid, measure="value").value
 for which, name in enumerate(TORCH):
     seconds_of[name] = {}
@@ -287,7 +287,7 @@ runs = {("fused", "whole"): lab.train("fused", task=short, optimizer=with_form("
 # %% [markdown]
 # ## Change one thing
 #
-# We change the form, and nothing else. Then all three forms train the model with a small vocabulary, whose embeddings are no longer the largest tensor by far.
+# We change the form, and nothing else. Then all three forms train the model with a small vocabulary, so that no tensor is much larger than the others. The table compares the temporaries of the update with the bytes of the square roots that each form has in memory at once, calculated from the tensors' sizes.
 
 # %%
 for size, task in TASKS.items():
@@ -308,7 +308,7 @@ widgets.revealed(lab, "foreach", measured, estimate=lab.foresee(lambda: 100 * pe
 # %%
 def roots(task, name):
     sizes = [parameter.numel() for parameter in task.build_model(device="meta").parameters()]
-    if name == "loop":  # the root, its quotient, and the previous tensor's quotient, to which a variable still refers
+    if name == "loop":  # a root, the root divided by a number, and the previous tensor's quotient
         return 4 * max(2 * size + before for before, size in zip([0, *sizes], sizes))
     return 4 * sum(sizes) if name == "foreach" else 0
 
@@ -322,14 +322,12 @@ plots.Table(["form", "peak is in", "the update's temporaries", "roots, by arithm
 
 # %% [markdown]
 # - **foreach** makes the roots of all tensors before it uses the first: 4 bytes per parameter, as much as the gradients.
-# - **The loop** in torch makes the root of one tensor, and then a second tensor of the same size: the root divided by a number. The quotient of the previous tensor is still in memory, too, because a variable refers to it. Two or three roots of one huge embedding can take nearly as many bytes as the roots of all tensors. Compare the two vocabularies.
+# - **The loop** in torch makes the root of one tensor. It divides this root by a number, and stores the quotient in a second tensor of the same size. The quotient of the previous tensor is still in memory, too, because a variable refers to it. Two or three roots of one huge embedding can take nearly as many bytes as the roots of all tensors. Compare the two vocabularies.
 # - **fused** makes no roots. Its peak is at the end of backward, when all gradients are there beside weights and states.
 #
 # The Trainer has two names for the three forms: `optim="adamw_torch_fused"`, and `optim="adamw_torch"`, which is the loop on a CPU. The next table has the peaks of both: measured, and estimated for this machine and for a GPU.
 #
 # > **On a GPU:** `adamw_torch` is foreach, by torch's default. Even so, both estimates for a GPU are alike: this model is so small that its peak there is in backward, where a matmul borrows 32 MiB of workspace, more than all roots take.
-#
-# The cell after that table leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory? In that cell's table, the column *allocated during the update* adds up all allocations, including bytes that are freed soon after. So it shows as many bytes for the loop as for foreach, although the loop keeps few roots at a time.
 
 # %%
 both = ("adamw_torch", "adamw_torch_fused")
@@ -346,6 +344,8 @@ for optim, run in trained.items():
     rows.append([optim, *map(plots.bytes_text, (run.peak_bytes, here, on_gpu))])
 plots.Table(["optim", "measured", "estimated here", "estimated for a GPU"], rows)
 
+# %% [markdown]
+# The next cell leaves vertical fusion to a compiler (lesson 11): `torch.compile` reads our `foreach` function and writes kernels of its own. Does it keep the roots out of memory? The column *allocated during the update* adds up all allocations, including bytes that are freed soon after. So it shows as many bytes for the loop as for foreach, although the loop keeps few roots at a time.
 
 # %%
 COUNT = lab.sized(16, 2)
@@ -375,9 +375,11 @@ print("" if outcome.ok else f"nothing is compiled here: {outcome.message[:90]}")
 plots.Table([f"by hand, {COUNT} tensors of 16,384 numbers", "allocated during the update", "time of an update"], rows)
 
 # %% [markdown]
+# Compare the compiled form with `foreach`. If it allocates hardly anything, its kernels use each root at once and never store it, as the fused form does.
+#
 # ## Does the update's time matter?
 #
-# "The optimizer's time does not matter" is true of large steps. An update costs the same for every batch, so its share of a step depends on how long forward and backward take. Compare one sample of 32 tokens with this profile's own batch.
+# You may read that the optimizer's time does not matter. This is true of large steps. An update costs the same for every batch, so its share of a step depends on how long forward and backward take. Compare one sample of 32 tokens with this profile's own batch.
 
 
 # %%
@@ -491,7 +493,7 @@ print(f"largest difference of the losses in 40 steps: {apart:.1e}")
 #
 # The list of names that the argument `optim` accepts has changed since the guides were written:
 #
-# - `adamw_hf`, a loop, was the default in both guides. `adamw_torch` replaced it in 2023, and transformers 4.50 removed it (the documentation of `optim` still lists it).
+# - `adamw_hf`, a loop, was the default in both guides. `adamw_torch` replaced it in 2023, and transformers 4.50 removed `adamw_hf` (the documentation of `optim` still lists it).
 # - `adamw_apex_fused` needed NVIDIA's apex, built by hand. torch got fused kernels of its own: for GPUs with 2.0, for CPUs in 2024. transformers 5.8 removed the option.
 # - `torch.optim._multi_tensor` became `foreach=True`, torch's default on GPUs since 2.0. The Trainer's default is `adamw_torch_fused` since transformers 4.54, from torch 2.8 on.
 #
@@ -539,11 +541,11 @@ for name, reason in absent.items():
 plots.Table(["not here", "the Trainer's message"], [[", ".join(group), reason] for reason, group in reasons.items()])
 
 # %% [markdown]
-# GaLore and APOLLO project each gradient matrix to a much smaller one and keep Adam's states for that (*low rank*). LOMO keeps no states and updates in the backward pass. Schedule-free methods average weights instead of lowering the rate. torchao's optimizers keep 8 or 4 bits. If you install the package that a message names, and run the lesson again, the optimizer gets a row in the table below (if it needs a training loop of its own, the row says so).
+# Some names of the list: RMSProp keeps one average for each weight, that of the squared gradients, and Adagrad their sum. Lion keeps one average of the gradients. AdEMAMix keeps two averages of the gradients and one of their squares. GaLore and APOLLO project each gradient matrix to a much smaller one and keep Adam's states for that (*low rank*). LOMO keeps no states and updates in the backward pass. Schedule-free methods average weights instead of lowering the rate. torchao's optimizers keep 8 or 4 bits. If you install the package that a message names, and run the lesson again, the optimizer gets a row in the table below (if it needs a training loop of its own, the row says so).
 #
 # ## One table
 #
-# Each optimizer trains the network from above, with the same four learning rates on one seed. With its best rate, it then trains on two other seeds: the last column has these two losses.
+# Each optimizer trains the network from above, with the same four learning rates on one seed. With its best rate, it then trains on two other seeds: the last column has these two losses. The column *update* is the time of one update of all weights.
 
 # %%
 RATES = lab.sized([0.0005, 0.002, 0.008, 0.03], [0.002, 0.008])
@@ -596,10 +598,12 @@ plots.Table(header, rows, "sorted by peak; guessing has a loss of 2.08")
 #
 # ## What held
 #
-# Two claims are about time. Each compares two optimizers: their steps alternate within one process, and this is repeated in three fresh processes. (On a CPU, CPU time on one thread is compared.) The first of the two takes part twice: its two times come from the same code, so their difference is noise. `Ratio.of_turns` divides the times, and its interval is never narrower than this noise.
+# Two claims are about time. Each compares two optimizers: their steps alternate within one process, and this is repeated in three fresh processes. (On a CPU, CPU time on one thread is compared.)
 #
 # - **Many small tensors**: the loop against foreach.
-# - **Training**: steps of 1 x 32 tokens by the fused AdamW, and by the quickest other AdamW of the table, both made by the Trainer. In larger steps the gain is smaller: see the shares above.
+# - **Training**: the quickest other AdamW of the table against the fused AdamW, in steps of 1 x 32 tokens, both made by the Trainer. In larger steps the gain is smaller: see the shares above.
+#
+# The loop and the other AdamW take part twice: the two times of one optimizer come from the same code, so their difference is noise. `Ratio.of_turns` divides the times of the two optimizers, and its interval is never narrower than this noise.
 #
 # The other two claims count operators and names.
 
@@ -672,7 +676,7 @@ _ = widgets.explore(draw, numbers_a_tensor=[2**power for power in range(6, 19, 2
 # %% [markdown]
 # ## Exercise: the challenge
 #
-# Reach the smallest peak at AdamW's loss. Choose an `optim` of the table, a learning rate, and whether to update in backward. The loss may be at most 0.1 above the worse of AdamW's two seeds. At such a loss, neither another optimizer alone nor an update in backward alone gets below the limit.
+# Get the peak of a step below a limit, at AdamW's loss. The cell below the hints prints the limit. Choose an `optim` of the table, a learning rate, and whether to update in backward. The loss may be at most 0.1 above the worse of AdamW's two seeds. At such a loss, neither another optimizer alone nor an update in backward alone gets below the limit of the peak.
 
 # %% jupyter={"source_hidden": true}
 lean = peak_run("Adafactor", from_trainer("adafactor"))
