@@ -79,7 +79,7 @@ def toy():
 
 
 # %% [markdown]
-# Now the library's version. Again there is one update for each group of four micro-batches. The optimizer has gone through `prepare`, so it is wrapped. The loop has no counter of its own: it runs the same lines for every micro-batch.
+# Now Accelerate's version of this counter, in a short loop that you will see below the question. Again there is one update for each group of four micro-batches. The optimizer has gone through `prepare`, so it is wrapped. The loop itself counts nothing: it runs the same lines for every micro-batch.
 
 # %%
 exercises.question(
@@ -98,7 +98,9 @@ exercises.question(
 )
 
 # %% [markdown]
-# In the loop below, `step()` and `zero_grad()` are called for *every* micro-batch: the wrapped optimizer knows whether this micro-batch ends a group of four, and decides whether they do anything. Clipping is the exception: it acts on the gradients at once, so the loop itself must wait for the last micro-batch of a group, in which `accelerator.sync_gradients` is True.
+# In the loop below, `step()` and `zero_grad()` are called for *every* micro-batch: the wrapped optimizer knows whether this micro-batch ends a group of four, and decides whether they do anything. Clipping is the exception: it acts on the gradients at once, so the loop itself must wait for the last micro-batch of a group, in which `accelerator.sync_gradients` is True. `accelerator.backward` divides the loss by 4, as our counter does.
+#
+# The second cell compares the loop with our counter. Then it makes an `Accelerator` as the 2023 guide did, and prints the error. The third cell prints nothing: it checks that clipping after every micro-batch would give other weights.
 
 # %%
 from accelerate import Accelerator
@@ -136,11 +138,11 @@ if torch.equal(by_library(clip_always=True)[0], model.weight):  # step() and zer
     raise RuntimeError("clipping every micro-batch changed nothing")
 
 # %% [markdown]
-# The error printed last is how the loop of the 2023 guide ends today. `Accelerator(fp16=True)` was removed in Accelerate 0.16; `mixed_precision=`, with `"no"`, `"fp16"` or `"bf16"`, replaced it ([#917](https://github.com/huggingface/accelerate/pull/917)). With `"fp16"`, `accelerator.backward` also scales the loss, and the wrapped optimizer skips the steps that overflow.
+# The printed error is how the loop of the 2023 guide ends today. `Accelerator(fp16=True)` was removed in Accelerate 0.16; `mixed_precision=`, with `"no"`, `"fp16"` or `"bf16"`, replaced it ([#917](https://github.com/huggingface/accelerate/pull/917)). With `"fp16"`, `accelerator.backward` also scales the loss, and the wrapped optimizer skips the steps that overflow.
 #
 # ## The whole recipe
 #
-# First come the objects that are built once. Two lines are there for the sake of equal losses. The data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *last*, so that dropout draws the numbers that it draws under the Trainer.
+# First come the objects that are built once. Two lines are there for the sake of equal losses. With `data_seed=0` the data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *last*, so that dropout draws the numbers that it draws under the Trainer. (The line `cpu=` chooses the CPU if there are fewer GPUs than processes.)
 
 
 # %%
@@ -217,7 +219,7 @@ def keep(accelerator, folder, done, losses, die_after):
 # %% [markdown]
 # ## Baseline
 #
-# The baseline is the Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss for this class of model (with transformers 5.23 and 5.24 it does fail). Our loop divides. Without a remedy we would compare two different recipes, so the Trainer gets the remedy of lesson 05, in the line marked below.
+# The baseline is the Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss by the number of micro-batches for this class of model (with transformers 5.23 and 5.24 it does fail). Our loop does divide, in `accelerator.backward`. Without a remedy we would compare two different recipes, so the Trainer gets the remedy of lesson 05, in the line marked below.
 #
 # While it trains, a live monitor shows the state of the machine: on a GPU its memory, load, power and clocks, otherwise the host's memory and load, and the memory of this process and of its experiments (the training is one). The monitor stops at the end of its `with` block. Look at such a monitor in the first minutes of a training of hours.
 
@@ -328,7 +330,7 @@ _ = plots.lines(range(1, 9), series, "optimizer step", "loss", title="Killed, an
 #
 # ## Two processes
 #
-# The loop was written for one process. Nothing in it changes for two: the lab starts them, and `prepare` distributes the batches among them. Each process is called a *rank*, and the ranks are numbered from 0. The two should cooperate, so two processes that accumulate 4 micro-batches each should train like one process that accumulates 8. Dropout is off here, because two processes draw other random numbers than one.
+# The loop was written for one process. None of its lines changes for two: the lab starts the processes, and `prepare` distributes the batches among them. Each process is called a *rank*, and the ranks are numbered from 0. The two should cooperate, so two processes that accumulate 4 micro-batches each should train like one process that accumulates 8. Dropout is off here, because two processes draw other random numbers than one.
 
 # %%
 calm = small.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
@@ -358,7 +360,7 @@ exercises.question(
 # %% [markdown]
 # Each rank sees only the loss of its own samples. The mean over the ranks is the loss of the whole batch, and equals the loss of one process. The wrapped model combines the gradients of the ranks, so all of them take the same step. Three things change with two processes:
 # - **The effective batch** doubles: 1 x 4 x 2. At a fixed number of epochs there are half as many steps.
-# - **The schedule**, if it is wrapped, advances once *for each process* in every optimizer step: here by two. If you plan the schedule with the number of steps that *one* process needs, it still ends at the last sample: two processes take half as many steps, and each step advances it by two. If you plan it with the number of steps that two processes take, it ends after half of these steps, and the rest of the training runs at a learning rate of zero. This is why `build` plans it with `steps * accelerator.num_processes`.
+# - **The schedule**, if it is wrapped, advances once *for each process* in every optimizer step: here by two. So plan it with the number of steps that *one* process would take. Two processes take half as many steps, each step advances the schedule by two, and it ends with the last sample. A schedule that is planned with the number of steps of two processes ends after half of these steps, and the rest of the training runs at a learning rate of zero. In `build`, `steps` are those that the processes take, so the schedule is planned with `steps * accelerator.num_processes`.
 # - **Printing and saving**: every process runs every line. Use `accelerator.print` and `if accelerator.is_main_process` to print once; `save_state` must be called by all.
 #
 # ## What held
@@ -429,11 +431,11 @@ exercises.check(lab, "skip", check_skip, answer)
 exercises.prove(check_skip, solution=24, mistake=48)
 
 # %% [markdown]
-# ## Exercise 2, a challenge: log the gradient's norm for less than 2 %
+# ## Exercise 2, a challenge: log the gradient's norm for less than 2 % of a step
 #
 # Your answer is a function with the arguments `(model, norm, log)`. It is called after clipping in every step: `norm` is the value that `clip_grad_norm_` returned, and `log` is a list. Append to it the norm that the whole gradient had before it was clipped. After training, `[float(n) for n in log]` must be the norms, and the call may take 2 % of a step at most.
 #
-# No clock can measure a difference of 2 % between two runs on a busy CPU. It can measure which share of *one* step the call takes, so the check does that. The call also must not read a number back from the device. `item()`, `float()` and `print` do that, and on a GPU they make the program wait until the device has finished all queued work.
+# No clock can measure a difference of 2 % between two runs on a busy CPU. A clock can measure which share of *one* step the call takes, so the check does that. The call also must not read a number back from the device. `item()`, `float()` and `print` do that, and on a GPU they make the program wait until the device has finished all queued work.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
