@@ -848,7 +848,7 @@ exercises.hint(
 answer = None  # a set of letters, such as {"A"}
 
 
-# %% tags=["check"]
+# %% tags=["check"] jupyter={"source_hidden": true}
 CHANGES = {"A": (7, 28, 2), "B": (7, 12, 1)}  # per number: FLOPs, bytes; and how many times the matrix rate
 CHANGES |= {"C": (7, 14, 1), "D": (4.5, 28, 1)}
 

@@ -497,7 +497,7 @@ changes = {"another order": {"order": 1}, "twice the rate": {"rate": 2e-3},
 answer = None  # a step for each change, such as {"another order": 1, "twice the rate": 1, "constant rate": 1, "no zero_grad": 1}
 
 
-# %% tags=["check"]
+# %% tags=["check"] jupyter={"source_hidden": true}
 def all_losses(task):
     return {
         name: plain_loop(task, **{"rate": 1e-3} | change)["losses"] for name, change in ({"none": {}} | changes).items()

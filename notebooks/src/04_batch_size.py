@@ -500,7 +500,7 @@ exercises.hint(
 # %% tags=["exercise"]
 answer = None  # a set of letters, such as {"A"}
 
-# %% tags=["check"]
+# %% tags=["check"] jupyter={"source_hidden": true}
 LAYERS = {"A": (512, 1024, 132), "B": (512, 1024, 1), "C": (4096, 8192, 132), "D": (16, 16384, 40)}
 
 

@@ -449,7 +449,7 @@ exercises.hint(
 answer = None  # lambda shape: ...
 
 
-# %% tags=["check"]
+# %% tags=["check"] jupyter={"source_hidden": true}
 def kept(shape):
     tensor = torch.nn.Parameter(torch.ones(shape))
     tensor.grad = torch.ones(shape)
