@@ -5,7 +5,7 @@
 #
 # **You will see**
 # - attention computed tile by tile, with the same output as plain attention and without a matrix of *length x length* scores
-# - which attention kernel torch takes on your machine, how masks, dropout and padding change its choice, and what you gain by packing sequences into one row
+# - which attention kernel torch takes on your machine with masks, dropout or grouped queries, and what you gain by packing sequences into one row
 # - what `torch.compile` captures, what its start costs, what it gains, and after how many steps it has paid for itself
 #
 # **Minutes:** plan 30 with the code and the exercise, about 15 of them for reading; the cells compute for about 1 on two cores.
@@ -49,9 +49,9 @@ half = "bfloat16" if on_cpu or hardware.supports("sm80")[0] else "float16"
 # %% [markdown]
 # ## Idea
 #
-# Attention compares each token with every other token. Plain attention writes all these scores to memory: a square matrix of *length x length* numbers for each head. It reads them again for the softmax, writes the result, and reads that result once more. The square is large and needs little arithmetic, so most of the time goes into the trips to memory.
+# Attention computes three vectors for each token: a *query*, a *key* and a *value*. The query of one token times the key of another is their *score*. Plain attention writes all scores to memory: a square matrix of *length x length* numbers for each head. It reads them for the softmax, writes the resulting weights, and reads these to multiply the values. The square is large and needs little arithmetic, so most of the time goes into the trips to memory.
 #
-# The square itself is not needed. Each query needs a weighted mean of the values, and a mean can be computed in parts. A **fused** kernel works on a few keys at a time. Their scores are one *tile* of the square, and a tile never leaves the fast memory next to the processor.
+# The square itself is not needed. A query's output is a weighted mean of the values, and a mean can be computed in parts. A **fused** kernel works on a few keys at a time. Their scores are one *tile* of the square, and a tile never leaves the fast memory next to the processor.
 #
 # `torch.compile` applies the same idea to a whole model: it looks for operations that pass large results to one another, and merges them into one kernel.
 #
@@ -72,7 +72,7 @@ widgets.predict(
 # %% [markdown]
 # ## By hand
 #
-# Plain attention takes three lines. The second function sees `tile` keys at a time, and keeps three things for each query: the largest score so far, the sum of the exponentials so far, and the output so far. Exponentials are taken of a score minus the largest score so far, so that none overflows. If a tile holds a larger score, the sum and the output are too large by a known factor, so the function *shrinks* them (online softmax, Milakov and Gimelshein 2018).
+# Plain attention takes three lines. The second function sees `tile` keys at a time, and keeps three things for each query: the largest score so far, the sum of the exponentials so far, and the output so far. The function subtracts the largest score so far before it takes an exponential, so that none overflows. If a tile has a larger score, the sum and the output so far were computed with too small a maximum: the function multiplies both by `shrink`, the exponential of the old maximum minus the new one (online softmax, Milakov and Gimelshein 2018).
 
 
 # %%
@@ -105,7 +105,7 @@ f"largest difference to torch's own: {largest.item():.1e}"
 # %% [markdown]
 # The outputs are equal up to rounding, because the same sums are added in another order.
 #
-# Next, you measure memory and time for several lengths, forward and backward. `scaled_dot_product_attention` (SDPA) is one function with several kernels behind it; `sdpa_kernel` picks one of them: *math* computes attention in the plain way; *flash*, *efficient* (memory-efficient) and *cudnn* are fused. A kernel that your device lacks is missing from the results. As everywhere in this course, peaks come from the allocator's own events.
+# Next, you measure memory and time for several lengths, forward and backward. `scaled_dot_product_attention` (SDPA) is one function with several kernels behind it; `sdpa_kernel` picks one of them: *math* computes attention in the plain way; *flash*, *efficient* (memory-efficient) and *cudnn* are fused. A kernel that your device lacks is missing from the results.
 
 
 # %%
@@ -189,20 +189,20 @@ growth = {name: math.log(sizes[-1] / sizes[0]) / longer for name, sizes in memor
 plots.Table(["attention", "memory grows as length to the power of"], [[n, f"{g:.2f}"] for n, g in growth.items()])
 
 # %% [markdown]
-# Each exponent is taken between the shortest and the longest sequence. An exponent near 2 means that the square is in memory; near 1, it is not.
+# Each exponent is taken between the shortest and the longest sequence. An exponent near 2 means that the square is in memory; near 1, it is not. (The right plot shows the time of the same functions.)
 #
-# Look at the two rows of *tiles*. Without gradients the exponent is near 1: the forward pass holds no square. With gradients it is near 2: for the backward pass autograd keeps each tile, and all tiles together are the square. FlashAttention's second idea (Dao and others 2022) fixes that: keep only the output and one number per query, and compute the tiles *again* in the backward pass.
+# Look at the two rows of *tiles*. Without gradients the exponent is near 1: the forward pass holds no square. With gradients it is near 2: for the backward pass autograd keeps each tile, and all tiles together are the square. FlashAttention's second idea (Dao and others 2022) fixes that: keep only the output and, for each query, the logarithm of its sum of exponentials, and compute the tiles *again* in the backward pass.
 #
 # ## Which kernel takes which case
 #
-# SDPA chooses its kernel at each call, by the inputs and options of this call. The next two cells try seven kinds of calls (*cases*): which kernels accept the case, and which one does torch choose? Four of the cases need an explanation:
+# SDPA chooses its kernel at each call, by the inputs and options of this call. The next two cells try seven *cases*: which kernels accept each, and which one does torch choose? Four cases need an explanation:
 #
 # - a *padding mask* hides the end of a short sequence;
 # - a *learnt bias* is added to the scores and needs a gradient;
 # - *dropout* sets some of the weights after the softmax to 0;
 # - with *grouped queries*, several heads share their keys and values.
 #
-# If torch chooses `math`, the square is back. Before you look at the table, decide about one of its rows.
+# If torch chooses `math`, the square is back. Answer the question below before you look at the table.
 
 
 # %%
@@ -269,13 +269,13 @@ exercises.question(
 )
 
 # %% [markdown]
-# The table below has one row per case and type. Its third column is torch's choice.
+# The next cell shows two tables. The first has one row per case and type, and its third column is torch's choice.
 #
 # On a CPU there is one fused kernel, and it has no dropout. A BERT with its usual dropout of 0.1 is therefore trained there with plain attention.
 #
 # > **On a GPU:** torch goes through its kernels in a fixed order and takes the first one that accepts the case. On most GPUs flash comes first. It takes 16-bit numbers and no mask; if a batch is padded, the memory-efficient kernel takes over. On compute capability 9.0 and 10.0 (H100, B200) cuDNN's kernel comes first, and it accepts masks ([torch's source](https://github.com/pytorch/pytorch/blob/001f694aef6f922b4fdf6d27d59162d27bf3df58/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)).
 #
-# The choice also depends on the version of torch. In fp32 on an A100 no fused kernel took grouped queries, so people repeated keys and values by hand. Since torch 2.14 the memory-efficient kernel takes them ([#191085](https://github.com/pytorch/pytorch/pull/191085)), and repeating costs memory. The second table has estimates for an A100 in fp32: a batch of 4 sequences of 2048 tokens, with 32 heads for the queries and 8 for the keys and values.
+# The choice also depends on the version of torch. Before torch 2.14, no fused kernel took grouped queries (`enable_gqa=True`) in fp32 on an A100: the square was back, so people repeated keys and values by hand. Now the memory-efficient kernel takes them ([#191085](https://github.com/pytorch/pytorch/pull/191085)), and repeating costs memory. The second table has estimates for this case: a batch of 4 sequences of 2048 tokens, with 32 heads for the queries and 8 for the keys and values.
 
 
 # %%
@@ -301,11 +301,11 @@ plots.Table(["MiB beyond the inputs, with torch", *releases], rows)
 # %% [markdown]
 # ## Sequences of unequal lengths: pack them
 #
-# If no sequence of a batch is padded, transformers passes no mask to SDPA. *One* shorter sequence is enough to make it pass one. Sorting sequences by length (lesson 12) makes masks smaller but does not remove them.
+# transformers passes a mask to SDPA as soon as *one* sequence of a batch is padded. Sorting sequences by length (lesson 12) makes masks smaller but does not remove them.
 #
 # **Packing** removes them: all sequences are joined into a single row, and no token may attend to another sequence. Two kinds of kernel handle such a row:
 #
-# - a *varlen* kernel (for variable length) gets the position at which each sequence begins, and computes all of them in one launch;
+# - a *varlen* kernel (for variable length) gets the position at which each sequence begins, and computes all of them in one launch (the function `varlen` below imitates it with one call per sequence);
 # - FlexAttention gets a rule instead of a mask, and skips the blocks of 128 x 128 scores that the rule leaves empty.
 #
 # How many scores does each way compute?
@@ -370,9 +370,9 @@ _ = plots.memory([run for pair in zip(eager, sdpa) for run in pair], title="Peak
 widgets.revealed(lab, "fused", measured, estimate=lab.foresee(in_percent))
 
 # %% [markdown]
-# At the longest length activations and temporaries are smaller; weights and states are not. At the shortest length the two peaks hardly differ. (A bar shows its own peak, and the two peaks of a pair may be at different moments of the step. So one kind of bytes can be larger although the peak is lower.)
+# At the longest length activations and temporaries are smaller; weights and states are not. At the shortest length the two peaks hardly differ. (The two peaks may be at different moments, so one kind of bytes can be larger although the peak is lower.)
 #
-# Does the model compute the same numbers? A loss cannot answer that: at the start of training it hardly depends on attention, so a kernel that returns zeros would pass. Compare the gradients of all weights instead. The test is made hard on purpose: the weights are so large that each token attends to a few tokens only, half of one sequence is masked, and no tile size divides the sequence's length.
+# Does the model compute the same numbers? A loss cannot answer that: at the start of training it hardly depends on attention, so a kernel that returns zeros would pass. Compare the gradients of all weights instead, in a hard case: the weights are so large that each token attends to a few tokens only, half of one sequence is masked, and no tile size divides the length.
 
 
 # %%
@@ -399,13 +399,13 @@ print(f"norm of the difference between the gradients / norm of the gradients: {d
 # %% [markdown]
 # ## What torch.compile captures
 #
-# `torch.compile(f)` watches Python run `f` once, records the tensor operations in a **graph**, and passes the graph to a **backend**. A backend is a function that takes a graph and returns something to call in its place. The backend below compiles nothing; it only collects the graphs.
+# `torch.compile(f)` watches Python run `f` once, records the tensor operations in a **graph**, and passes the graph to a **backend**. (This part of torch is Dynamo, `torch._dynamo` in the code.) A backend is a function that takes a graph and returns something to call in its place. The backend below compiles nothing; it only collects the graphs.
 
 
 # %%
 def captured(function, *calls, regions=(), **options):
     """Return, for each call, the graphs that torch.compile makes when the function is called with its inputs."""
-    if lab.machine.rehearsed:
+    if lab.machine.rehearsed:  # a dry run for a GPU that this machine lacks (docs/rehearsal.md)
         raise NeedsValues("a rehearsal: nothing is captured there")
     graphs = []
 
@@ -432,9 +432,9 @@ def gate(x):
 # %% [markdown]
 # The list has the graph's input, four operations, and the output. Each of these four operations reads and writes a whole tensor. A compiler that sees them together makes one loop of them.
 #
-# Some Python cannot be put into a graph, for example an `if` that must know a tensor's value before it can go on. It *breaks* the graph: the result is two graphs with plain Python between them, and nothing is fused across the break. Breaks are silent. The result is right, only slower. With `fullgraph=True` each break is an error, and `TORCH_LOGS=graph_breaks` prints them.
+# Some Python cannot be put into a graph, for example an `if` that must know a tensor's value before it can go on. It *breaks* the graph: the result is two graphs with plain Python between them, and nothing is fused across the break. Breaks are silent. The result is right, only slower. With `fullgraph=True` each break is an error, and the environment variable `TORCH_LOGS=graph_breaks` prints the breaks.
 #
-# The next cell has two planted breaks, and `explain` finds them. (The word *mean* in its output comes from the planted `print`.) The cell after it calls each of several models twice with the same batch. `problem_type` in a configuration tells a classifier which loss to compute; in the rows with *set* it is set beforehand. In the last row the layers are compiled one by one (*regional* compilation). The layers are alike, so the graph of the first one serves them all.
+# The next cell has two planted breaks, and `explain` finds them. (The word *mean* in its output comes from the planted `print`.)
 
 
 # %%
@@ -459,6 +459,9 @@ for function in (planted, fixed):
     for each in found_breaks.break_reasons:
         print("   breaks at", each.user_stack[-1].line, "|", each.reason.splitlines()[0])
 torch.testing.assert_close(planted(x), fixed(x))
+
+# %% [markdown]
+# The next cell calls each of several models twice with the same batch. `problem_type` in a configuration tells a classifier which loss to compute; in the rows with *set* it is set beforehand. In the last row the layers are compiled one by one (*regional* compilation). The layers are alike, so the graph of the first one serves them all.
 
 # %%
 small = Task("bert-tiny", seq_len=32, config=no_dropout | {"num_hidden_layers": 4})
@@ -493,7 +496,7 @@ plots.Table(["model", "breaks", "graphs made in a second call", "operations comp
 # - GPT-2's configuration does not name its loss;
 # - checkpointing switches a cache off (`use_cache=False` removes this break).
 #
-# Compiling *again* in the second call is another matter. During the first call the classifier writes its kind of problem into its own configuration, so in the second call the configuration no longer matches the compiled graph. Set `problem_type` beforehand, and compilation at the start takes half as long. (`TORCH_LOGS=recompiles` prints what did not match.)
+# Compiling *again* in the second call is another matter. During the first call the classifier writes its kind of problem into its own configuration, so in the second call the configuration no longer matches the compiled graph. Set `problem_type` beforehand, and the model is compiled once. (`TORCH_LOGS=recompiles` prints what did not match.)
 #
 # Layer by layer there is far less to compile, and the code between the layers runs as before.
 #
@@ -516,14 +519,14 @@ recompilations["dynamic=False"] = recompiled(batch_lengths, dynamic=False)
 recompilations["dynamic=False, padded to 32 or 64"] = recompiled(padded, dynamic=False)
 limit = torch._dynamo.config.recompile_limit
 print(f"a function is compiled {limit} times at most; after that it runs uncompiled, with a warning")
-plots.Table(["lengths", "graphs"], list(recompilations.items()))
+plots.Table(["setting", "graphs"], list(recompilations.items()))
 
 # %% [markdown]
 # ## What it costs, what it gains
 #
-# Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU, and for a GPU Triton, a language for GPU kernels. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. (Some headers are compiled once per machine and cached elsewhere, so the very first start on your machine may have taken longer.) On a CPU both the training and the compiler use one thread.
+# Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU, and for a GPU Triton, a language for GPU kernels. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. (The very first start on your machine may have taken longer.) On a CPU both the training and the compiler use one thread.
 #
-# Each process runs five steps in turn: one for each of three backends, and the step without a compiler twice. (Besides `inductor` there are two backends for debugging, `aot_eager` and `eager`; the text after the table says what they do.) `Ratio.of_turns` compares a backend with the step without a compiler. It also compares the two times of the step without a compiler: it is the same code both times, so their difference is noise, and the interval is never narrower than this noise. The column *operations* counts torch's operations in a step; kernels that the compiler wrote do not count.
+# Each process runs five steps in turn: one for each of three backends, and the step without a compiler twice. (The other two, `aot_eager` and `eager`, are for debugging; this `eager` is not the attention of that name.) `Ratio.of_turns` compares a backend with the step without a compiler. The two steps without a compiler are the same code, so a difference between them is noise. No interval is narrower than this noise. The column *operations* counts torch's operations in a step, without the kernels that the compiler wrote.
 
 
 # %%
@@ -596,7 +599,7 @@ if missing:
 def against_none(number):
     """Return the speed of one kind of step relative to steps without a compiler, with an interval."""
     taken = [[each["turns"][0], each["turns"][number], each["turns"][2]] for each in processes]
-    return Ratio.of_turns(taken, CPU, 1.05 if on_cpu else 1.02)
+    return Ratio.of_turns(taken, CPU, 1.05 if on_cpu else 1.02)  # 1.05: assume at least 5 % of noise
 
 
 def step_seconds(number):
@@ -619,20 +622,20 @@ print("" if missing else f"inductor, warm start: {warm:.2f} s")
 plots.Table(["backend", "operations", "first step, cold (s)", "later steps (s)", "speed", "peak of a step"], rows)
 
 # %% [markdown]
-# The last column is the memory that a step needs in addition to weights and states. A compiler can lower it: a fused kernel may compute an element again in the backward pass instead of keeping it.
+# The last column is the memory that a step needs in addition to weights and states. A compiler can lower it: a fused kernel may compute an element again in the backward pass instead of keeping it. If inductor's number is no smaller, it did not.
 #
 # `eager` and `aot_eager` take the graph and run its operations unchanged, so they speed nothing up. Use them if something breaks: they show whether capturing or compiling is at fault.
 #
-# The next cell prints the code that inductor wrote for `gate`. Find the one place where this code reads, and the one where it writes. The lines below the code answer a question: after how many steps has the start paid for itself? The cold first step takes longer than a step without a compiler: this difference is the cost of the start. Each later step takes less time than a step without a compiler: this difference is the gain.
+# The next cell prints the code that inductor wrote for `gate`. Find the one place where this code reads, and the one where it writes. The lines below the code say after how many steps the start has paid for itself. The cost of the start: how much longer the cold first step takes than a step without a compiler. The gain: how much less time each later step takes.
 #
 # > break-even = (cold first step - step without compiler) / (step without compiler - step with compiler)
 #
-# The gain is known only within its interval, so the number of steps has an interval too, and a wide one. If the gain may be nothing, that interval has no upper end.
+# The gain has an interval, so the number of steps has one too. If the gain may be nothing, that interval has no upper end.
 
 
 # %%
 def steps_to_pay(start, step, gain):
-    """Return the steps after which a start has paid for itself at this gain in speed; infinite if there is no gain."""
+    """Return after how many steps a start has paid for itself. `gain`: speed with the compiler / without (1: never)."""
     return (start - step) / (step - step / gain) if gain > 1 else math.inf
 
 
@@ -648,7 +651,7 @@ if not missing:
 # %% [markdown]
 # ## The guide's list
 #
-# The 2023 guide switches fused attention on with `model.to_bettertransformer()`, and names ten backends of the compiler. Which of them exist on your machine? torch lists the backends that it includes, whether or not the packages that they need are installed (`tvm` in the last printed line is an example), and the backends that installed packages add.
+# The 2023 guide switches fused attention on with `model.to_bettertransformer()`, and names ten backends of the compiler. Which of them exist on your machine? torch lists its own backends, even if a package that they need is not installed (`tvm` in the last printed line), and those of installed packages.
 
 # %%
 GUIDE = {
@@ -657,7 +660,7 @@ GUIDE = {
     "inference only": ["ofi", "fx2trt", "onnxrt", "ipex"],
 }
 TODAY = {"nvfuser": "inductor", "aot_nvfuser": "inductor", "aot_cudagraphs": "cudagraphs", "fx2trt": "the package "
-         "torch_tensorrt", "ofi": "inductor, frozen weights", "onnxrt": "torch.onnx.export", "ipex": "inductor"}  # fmt: skip
+         "torch_tensorrt", "ofi": "inductor, with its option freezing", "onnxrt": "torch.onnx.export", "ipex": "inductor"}  # fmt: skip
 exists = hasattr(transformers.PreTrainedModel, "to_bettertransformer")
 default = bert.build_model(device="meta").config._attn_implementation
 exist = torch._dynamo.list_backends(exclude_tags=())
@@ -750,7 +753,7 @@ claims.check("backends-inference", len(known["inference only"]), note=f"debuggin
 # %% [markdown]
 # ## Explore
 #
-# The picture shows the bytes of *one* square in one layer, and of what a fused kernel keeps instead: the output and one number per query. Find the length from which the square is larger than the 16 GiB of a T4.
+# The picture shows the bytes of one layer's scores, *one square* per head and sample, and of what a fused kernel keeps instead: the output and one number per query. The legend names the first length at which the scores exceed the 16 GiB of a T4. How far does it move if the batch is four times as large?
 
 
 # %% tags=["widget"]
@@ -760,7 +763,7 @@ def draw(batch, heads, bits):
     linear = [batch * heads * n * (64 * bits / 8 + 4) / 2**30 for n in lengths]
     limit = next((f"{n:,} tokens" for n, size in zip(lengths, square) if size > 16), "no length here")
     curves = {
-        f"one square ({limit}: over 16 GiB)": square,
+        f"scores of one layer ({limit}: over 16 GiB)": square,
         "output and one number per query": linear,
         "16 GiB": [16] * len(lengths),
     }
@@ -838,11 +841,11 @@ exercises.prove(check, solution=whole, mistake=one_left)
 # ## Recap
 #
 # - **Attention without the square.** Computed tile by tile with a running maximum and sum, attention gave the same output and kept no square, in training too if the backward pass computed the tiles again. The peak of a small BERT at 1024 tokens fell to 55 % (AMD EPYC, 2 cores).
-# - **The choice of kernel.** torch chose a kernel at each call. Masks, dropout and a learnt bias changed its choice, and `math` is the one that brings the square back. A CPU has one fused kernel, without dropout.
+# - **The choice of kernel.** torch chose a kernel at each call. A CPU has one fused kernel: with dropout or a learnt bias torch took `math`, which brings the square back. On most GPUs a mask excludes the flash kernel.
 # - **Packing.** Packed sequences needed no padding. Packing alone saved nothing: it paid only with a kernel that skips masked scores, e.g. in blocks of 128 x 128.
 # - **The compiler.** `torch.compile` captured BERT in one graph. Its start took time, which the faster steps win back after many steps: your break-even says how many. If a length or a setting changes from call to call, torch compiles again, and you pay again.
 #
-# Compiling is the wrong tool for short runs, for shapes that never repeat, and while you still change the code. Fused attention has no such price. It is the default, so the thing to check is whether torch really takes it.
+# Compiling is the wrong tool for short runs, for shapes that never repeat, and while you still change the code. Fused attention has no such price. It is the default: check whether torch really takes it.
 
 # %% tags=["finish"]
 claims.finish()

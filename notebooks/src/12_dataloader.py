@@ -50,7 +50,7 @@ BATCH = 16 if on_gpu else 8
 # %% [markdown]
 # ## Idea
 #
-# Loading a batch and training on it are two jobs. If they run one after the other, a step takes the *sum* of both times. If they run side by side, it takes the *longer* of the two, and a reader that is fast enough costs nothing. A thread can load beside the training, or other processes can: the **workers** of PyTorch's `DataLoader`.
+# Loading a batch and training on it are two jobs. The first job is done by a *reader*: here, a data set that loads one sample per call. If the two jobs run one after the other, a step takes the *sum* of both times. If they run side by side, it takes the *longer* of the two, and a reader that is fast enough costs nothing. A thread can load beside the training, or other processes can: the **workers** of PyTorch's `DataLoader`.
 #
 # ## Predict
 #
@@ -98,7 +98,7 @@ def forked(num_workers=0, **options):
 # %% [markdown]
 # `follow` shows how to measure waiting without a profiler: read the clock when a step ends, and again when the next batch has arrived. A step has ended when its loss is known, so `step` returns the loss as a number. (Do this only to measure. In other loops, reading each loss keeps the host from running ahead of the GPU.)
 #
-# The cell after it is plumbing, and you can skip it. `stepper` returns a training step of a small BERT, and its seconds, which are the unit of time below. `fed` trains in one fresh process with several sources of batches, one after the other, and returns the times of each.
+# The cell after it is plumbing, and you can skip it. `stepper` returns a function that makes one training step of a small BERT, and the seconds that such a step takes (`own` in the code). These seconds are the unit of time below. `fed` trains in one fresh process with several sources of batches (`ways`), one after the other, and returns the times of each.
 
 
 # %%
@@ -160,7 +160,7 @@ def fed(ways, steps=8, skip=3, turns=1):
 
 # %%
 def reading(steps_long, computes=False, **options):
-    """Return a way to feed: a DataLoader over a reader that needs the time of `steps_long` steps per batch."""
+    """Return a function that makes a DataLoader. Its reader takes the time of `steps_long` steps for each batch."""
     return lambda samples, own: DataLoader(
         Reader(samples, steps_long * own / BATCH, computes), BATCH, **forked(**options)
     )
@@ -228,7 +228,7 @@ plots.Table(["the reader", "waiting, ms per step", "training, ms per step", "bot
 #
 # ## Change one thing
 #
-# Only one argument changes. The two loops run alternately, so other load on the machine affects both equally.
+# Only one argument changes. In five pairs, a training without workers and one with four run alternately, so other load on the machine affects both equally.
 
 # %%
 baseline = reading(3)
@@ -265,7 +265,7 @@ def simulate(loading, workers, prefetch=2, batches=24, step=1.0):
 
 
 def faster(workers):
-    none, some = (simulate(3, count)[36:] for count in (0, workers))
+    none, some = (simulate(3, count)[36:] for count in (0, workers))  # without the first 12 batches, 3 bars each
     return total(none, "wait", "train") / total(some, "wait", "train")
 
 
@@ -300,7 +300,7 @@ shares = [waiting_share(bars[12:]) for bars in pair]
 print("share of the time spent waiting: {:.0%} by the rules, {:.0%} measured".format(*shares))
 
 # %% [markdown]
-# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. The reader waits three times as long as a step takes *alone*. If steps take longer beside the workers, a read is shorter than three of these steps, and the measured waits are shorter too.
+# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. The reader waits three times as long as a step takes *alone*. If steps take longer beside the workers, a read is shorter than three of these steps, and the measured waits are shorter too. If later steps are faster than those that set the reader's speed, it is the other way round: a read takes more than three steps, and four workers can gain more than the four times that the rules predict.
 #
 # ## More workers
 #
@@ -352,7 +352,7 @@ def cost_of(count):
 unhelped, *costs = (cost_of(count) for count in (0, 1, 4, 16))
 shared, needed = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None, (8 * 2 + 1) * 4 * 64 * 3 * 224 * 224
 free = plots.bytes_text(shared and shared.f_bavail * shared.f_frsize)
-print(f"free in /dev/shm: {free}; 8 workers with batches of 64 pictures may need {plots.bytes_text(needed)}")
+print(f"free in /dev/shm: {free}; 8 workers, batches of 64 pictures of 224 x 224: up to {plots.bytes_text(needed)}")
 rows = [[n, f"{1e3 * c[0]:.0f}", f"{c[1] / 1e6:.1f}", f"{c[3] / 1e6:.1f}"] for n, c in zip((1, 4, 16), costs)]
 plots.Table(["workers", "to the first batch, ms", "unique MB per worker, array", "unique MB per worker, list"], rows)
 
@@ -389,13 +389,11 @@ plots.Table(["prefetch_factor", "waiting, by the rules", "waiting, measured"], r
 # %% [markdown]
 # Even if the rules predict no waiting, some is measured: reads and steps vary, and each batch must be handed over.
 #
-# Prefetching bridges one late batch. It cannot make up for readers that are too slow on average: if every batch takes 2.5 steps, you need three workers.
+# Prefetching bridges one late batch: while this batch loads, the training uses the batches that are ready. It cannot make up for readers that are too slow on average: if every batch takes 2.5 steps, you need three workers.
 #
-# ## What each worker gets a copy of: random generators, and streams
+# ## What each worker gets a copy of: random generators and streams
 #
-# A fork also copies the state of every random generator. Do all workers draw the same numbers then? This was once a famous bug of data augmentation. In the next cell, four workers draw from four sources in two epochs. Look for a source with fewer than 8 different numbers.
-#
-# The cell after it is about *streaming*. A data set that is too large to be read sample by sample in any order is stored in files (*shards*), which are read from beginning to end. This is also the fastest way to read from disks and object stores (WebDataset's tar files are an example). The `DataLoader` cannot distribute the samples of a stream, so each worker has to pick its own shards. The second table shows what happens if they do not.
+# A fork also copies the state of every random generator. Do all workers draw the same numbers then? This was once a famous bug of data augmentation. In the next cell, each of four workers draws once per epoch from each of four sources. In two epochs these are 8 draws per source. Look for a source with fewer than 8 different numbers.
 
 
 # %%
@@ -422,6 +420,11 @@ sources = ["random", "torch", "numpy's global generator", "a generator that the 
 titles = ["8 draws from", "different numbers", "different numbers, reseeded in each worker"]
 plots.Table(titles, [*zip(sources, *numbers)])
 
+# %% [markdown]
+# The last row is the trap. In each epoch, each worker gets a copy of a generator that never moves on in the main process. The DataLoader seeds `random`, torch and numpy's global generator (the last one since torch 1.9), but it does not know of a generator that your data set holds. Seed such a generator from `get_worker_info().seed`.
+#
+# A second trap is *streaming*. A data set that is too large to be read sample by sample in any order is stored in files (*shards*), which are read from beginning to end. This is also the fastest way to read from disks and object stores (WebDataset's tar files are an example). The `DataLoader` cannot distribute the samples of a stream, so each worker has to pick its own shards. The next table shows what happens if the workers do not.
+
 
 # %%
 class Stream(IterableDataset):
@@ -445,7 +448,7 @@ rows = [["each reads all shards", *alone], ["each reads its own shards", *own]]
 plots.Table(["four workers over 128 samples", "samples read", "different samples"], rows)
 
 # %% [markdown]
-# The last row of the first table is the trap. In each epoch, each worker gets a copy of a generator that never moves on in the main process. The DataLoader seeds `random`, torch and numpy's global generator (the last one since torch 1.9), but it does not know of a generator that your data set holds. Seed such a generator from `get_worker_info().seed`.
+# If all workers read all shards, the training sees each sample four times per epoch.
 #
 # ## Less work: tokenise once
 #
@@ -556,7 +559,7 @@ plots.Table(["batches", "share of padding", "tokens per second, padding not coun
 #
 # ## To the GPU
 #
-# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned (*pageable*: the operating system may move it), one that is pinned while the step waits, and one that was pinned before the clock starts. Without a GPU nothing is measured. The cell after the table only defines a function: it reads the GPU's utilisation, once with the input ready and once with a slow reader, for a claim at the end.
+# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned (*pageable*: the operating system may move it), one that is pinned within the step, which waits for that, and one that was pinned before the clock starts. Without a GPU nothing is measured. The cell after the table only defines a function: it reads the GPU's utilisation, once with the input ready and once with a slow reader, for a claim at the end.
 
 
 # %%
@@ -636,7 +639,7 @@ plots.table([alone, helped])
 #
 # ### Workers
 #
-# Waiting is not computing, so these claims are decided by wall-clock time. Both sides run alternately. Wall-clock time is noisy on a CPU, so there the interval of a ratio always includes everything from the ratio divided by 1.3 to the ratio times 1.3. We chose how slow the reader is; each claim's quantity says so.
+# Waiting is not computing, so these claims are decided by wall-clock time. Both sides run alternately. Wall-clock time is noisy on a CPU. There, the interval of a ratio reaches at least from the ratio divided by 1.3 to the ratio times 1.3. We chose how slow the reader is; each claim's quantity says so.
 #
 # Do *very* many workers help? Four workers, then sixteen, load from the same slow reader, and the clock starts when all of them have started: if four workers already keep up with the step, sixteen gain nothing. Two more claims are about memory: that of the training itself, and that which the host needs for the workers.
 
@@ -652,7 +655,7 @@ crowds = {f"{count} workers": reading(3, num_workers=count) for count in (4, 16)
 turns = fed(crowds, steps=8, skip=10, turns=4)
 beyond = [total(turn["4 workers"], "wait", "train") / total(turn["16 workers"], "wait", "train") for turn in turns]
 display(claims.check("main-process-loads", lab.run(read_by_main, measure=("none",)).value))
-display(claims.check("workers-help", workers_help, note="pairs: " + ", ".join(f"{gain:.2f}" for gain in gains)))
+display(claims.check("workers-help", workers_help, note="in each pair: " + ", ".join(f"{gain:.2f}" for gain in gains)))
 left = f"waiting with 4 workers {waiting_share(turns[0]['4 workers']):.0%} of the time"
 display(claims.check("workers-not-beyond", lab.ratio(beyond), note=left))
 missing = helped.failure or alone.failure or None
@@ -752,7 +755,7 @@ exercises.prove(check, solution=dict(num_workers=3, prefetch_factor=6), mistake=
 # ## Recap
 #
 # - **Measuring.** Two readings of the clock per step showed how long it waited for its batch. A thread hid a reader that waits, but not one that computes in Python; a worker can hide both if it finds a core.
-# - **How many workers.** More workers helped until nothing was left to wait for: with a reader that takes three steps, four workers made the training 3.7 times as fast (AMD EPYC, 2 cores, 2026-11-28), and sixteen gained nothing more that could be measured. Each further worker costs its start, its memory and, if it computes, a core. A late batch calls for more prefetch, not for more workers.
+# - **How many workers.** More workers helped until nothing was left to wait for: with a reader that takes three steps, four workers made the training 3.7 times as fast (AMD EPYC, 2 cores, in a run of 2026-11-28; the tables below have other runs), and sixteen gained nothing more that could be measured. Each further worker costs its start, its memory and, if it computes, a core. A late batch calls for more prefetch, not for more workers.
 # - **Cheaper batches.** Batches got cheaper by tokenising once if reading them back was cheap, by padding less or packing, and on a GPU by pinned memory.
 
 # %% tags=["finish"]

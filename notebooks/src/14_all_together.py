@@ -81,6 +81,7 @@ widgets.predict(lab, "all together", "What is the peak with all of it, in percen
 # %%
 sizes = {"vocab_size": 200, "max_position_embeddings": 128}
 task = lab.task if cuda else Task("bert-tiny", seq_len=128, config=sizes)
+# half: an argument of the Trainer; its name, fp16 or bf16, is also what Accelerator takes below
 half = {"fp16": True} if cuda else {"bf16": True}  # on a CPU the Trainer ignores fp16 without a warning
 print(f"{lab.machine.name}: {task}, {task.parameters() / 1e6:.2f} M parameters")
 
@@ -121,7 +122,7 @@ micro_batches = 8  # two optimizer steps
 # ## Baseline
 #
 # Vanilla is micro-batch 4, fp32 and AdamW. The other nine recipes have the same effective batch of 4. *+ checkpointing* is
-# accumulation with checkpointing, and *all* is accumulation, checkpointing and half precision. The MB and
+# accumulation with checkpointing, and *all* in a name is accumulation, checkpointing and half precision. The MB and
 # samples/s in the code are the 2023 guide's, measured on a V100 with 16 GiB and bert-large.
 #
 # > **On a GPU:** the speed of each recipe is measured too. On a CPU it is not: the speed of a miniature on a CPU, which may emulate half precision, says nothing about the guide's.
@@ -172,7 +173,7 @@ display(widgets.revealed(lab, "all together", 100 * share["all + Adafactor"], es
 display(plots.Table(header, rows, f"{lab.machine.name}, beside the guide's V100. Failed: {failed or 'none'}"))
 plots.memory(list(runs.values()), title="What is alive at the peak")
 gap = max(abs(part - v100[name][1] / 14949) for name, part in share.items() if part)
-print(f"Shares of vanilla, here and on the V100: at most {100 * gap:.0f} points apart.")
+print(f"Shares of vanilla, here and on the V100: at most {100 * gap:.0f} percentage points apart.")
 
 # %% [markdown]
 # Compare the two "/ vanilla" columns. They measure different things: the V100's megabytes are device-used memory, which
@@ -216,9 +217,10 @@ Markdown(
 )
 
 # %% [markdown]
-# A rung can remove only what the rungs before it have left. Half precision comes late: the activations that it would halve are mostly gone, and it adds copies of the
-# weights. So it removes little, or even adds to the peak. The dashed line shows the bytes that none of the ten
-# recipes removes: 8 bytes per parameter, for fp32 weights and for the gradients that accumulation keeps.
+# A rung can remove only what the rungs before it have left. Half precision comes late: the activations that it would
+# halve are mostly gone, and it adds copies of the weights. So it removes little, or even adds to the peak. The dashed
+# line shows the bytes that none of the ten recipes removes: 8 bytes per parameter, for fp32 weights and for the
+# gradients that accumulation keeps.
 #
 # ## The ladder of speed
 #
@@ -230,7 +232,10 @@ Markdown(
 #
 # Techniques that the machine lacks are left out: on a CPU tf32, compiling (it takes long) and, if the CPU emulates
 # them, 16-bit matmuls. The CPU's task has two layers and no dropout in attention, because with that dropout SDPA
-# falls back to plain attention on a CPU (11).
+# falls back to plain attention on a CPU (11). It is not the task of the ten recipes: its megabytes
+# differ, and *vanilla* is now the guides' vanilla.
+#
+# On a CPU the next cell prints how fast 16-bit matmuls are, and the share of a step that matmuls take.
 
 
 # %%
@@ -248,7 +253,7 @@ products = None if cuda else roofline.products(lab, "bfloat16", speed_task, 4)
 print(products or "on a GPU, lesson 07 measures this")
 compiles = cuda and not lab.machine.rehearsed and any(map(shutil.which, ("cc", "gcc", "clang")))
 start = four | {"attn_implementation": "eager", "optimizer": looped}
-rungs_of_speed = {  # rung: (what is new, and if there are several, the last that fits; whether this machine has it)
+rungs_of_speed = {  # rung: (options, of which the last that fits is taken; whether this machine has them)
     "+ tf32": ([{"tf32": True}], sm80),
     "+ half precision": ([sixteen], cuda or products.usable),
     "+ SDPA": ([{"attn_implementation": "sdpa"}], True),
@@ -268,7 +273,7 @@ alone = {  # one technique each, for the guide's table below
 
 
 def counted(name, recipe):
-    return lab.train(name, task=speed_task, measure="peak", **recipe)
+    return lab.train(name, task=speed_task, measure="peak", **recipe)  # the peak alone, without its colours
 
 
 recipes = {"guides' vanilla": start}
@@ -374,11 +379,12 @@ Markdown(
 #
 # ## How far is that from the hardware?
 #
-# **Model FLOPs utilisation** ([PaLM, appendix B](https://arxiv.org/abs/2204.02311)) is the FLOPs of the matmuls that
-# the model needs for a sample (recomputation does not count), times samples per second, divided by the FLOP rate of the
-# hardware. PaLM divides by the data sheet's rate. We divide by the rate of a large matmul, measured here in the
-# recipe's precision. This course's goal for a GPU: 10 times the throughput of
-# the guides' vanilla, in no more memory, at a utilisation of 50 % or more.
+# **Model FLOPs utilisation** ([PaLM, appendix B](https://arxiv.org/abs/2204.02311)) compares a training with the
+# hardware. Take the FLOPs of the matmuls that the model needs for a sample (recomputation does not count). Multiply
+# them by the samples per second, and divide by the FLOP rate of the hardware. PaLM divides by the data sheet's rate. We
+# divide by the rate of a large matmul, measured here in the recipe's precision. So a faster recipe can have a lower
+# utilisation: in half precision the hardware's rate is higher too. This course's goal for a GPU: 10 times the
+# throughput of the guides' vanilla, in no more memory, at a utilisation of 50 % or more.
 
 
 # %%
@@ -411,7 +417,8 @@ print(f"goal: 10 x the throughput at 50 %; reached here: {to_first.get(best, 1)}
 # ### Three combinations
 #
 # For three combinations of techniques, the guide says how much memory they save and how fast they are. Each is two claims:
-# memory is decided on any machine, speed only on a GPU. Then the loop by hand must need as much memory as the Trainer.
+# memory is decided on any machine, speed only on a GPU. The cell ends with an error if the loop by hand and the
+# Trainer differ in their peaks.
 
 # %% tags=["claim"]
 three, ada, eight = "accumulation + checkpointing + half", "all + Adafactor", "all + 8-bit Adam"
@@ -432,13 +439,13 @@ for id, (before, after) in turns.items():
 # %% [markdown]
 # ### The guide's own table
 #
-# The guide opens with a table of seven methods: can the method improve speed, and can it reduce memory? Each cell, a
-# yes or a no, is one claim, and the runs of the ladder decide it. (The seventh method, DeepSpeed ZeRO, divides a
-# training's memory among several processes: lesson 16.) "(No)" in brackets means, in the guide's words,
+# The guide opens with a table of seven methods: can the method improve speed, and can it reduce memory? Each cell of
+# that table, a yes or a no, is one claim: a box below. The runs of the ladder decide most. (The seventh method,
+# DeepSpeed ZeRO, divides a training's memory among several processes: lesson 16.) "(No)" in brackets means, in the guide's words,
 # "usually either not a main concern or negligible".
 #
-# For the row on workers, the input is slow on purpose, as from a busy disk: loading a sample takes half as long as a
-# step.
+# For the row on workers, the input is slow on purpose, as from a busy disk: loading one sample takes half as long as
+# a step, so a batch of 4 takes two steps.
 
 
 # %%
@@ -503,10 +510,10 @@ for cell, claim in {"speed": "zero-slows-if-fits", "memory": "zero-saves"}.items
 # ## Explore
 #
 # The first picture shows two recipes above each other, moment by moment: which colours shrink, and which grow? The
-# second one has the recipes of one task, which you choose in its menu *runs of*: choose a limit, and copy a recipe that
-# fits. *Best of both* marks a recipe that no other recipe beats in both memory and speed. (If several runs have one
-# name, the last is shown: *+ larger batch* may be the size that was left out above. On a GPU the picture shows speeds
-# too. One run of each is no comparison, though: lesson 03.)
+# second one lists the recipes of one task, which you choose in its menu *runs of*. Choose a limit too, and copy a recipe
+# that fits. A star (in a plain table: *best of both*) marks a recipe that no other recipe beats in both memory and
+# speed; without measured speeds there is no star. (*+ larger batch* is listed once per size, including the size left
+# out above. On a GPU the picture shows speeds too. One run of each is no comparison, though: lesson 03.)
 
 # %% tags=["widget"]
 explorers.timeline(vanilla, runs["all + Adafactor"], *runs.values())
@@ -549,10 +556,13 @@ exercises.question(lab, "first look", text, options, right="the parts alive at i
 # %% [markdown]
 # ## The advisor
 #
-# The advisor chooses for you: it runs the estimate for many recipes, without training any. It lists the recipes that fit, how fast each should be (relative to the fastest of them) and which measurement says so, and why a faster recipe does not fit. Put **your own model** in the place of `task`, for example
-# `Task("bert-base")`, or `Task("...")` with the path of a config.json or of a model folder; and your card's memory in
-# the place of `room`, for example `memory="16GB"`. Afterwards the first recipe is trained for two steps, and its peak
-# is compared with the prediction.
+# The advisor chooses for you: it runs the estimate for many recipes, without training any. It lists the recipes that
+# fit, how fast each should be (relative to the fastest of them) and which measurement says so, and why a faster recipe
+# does not fit. Put **your own model** in the place of `task`, for example `Task("bert-base")`, or `Task("...")` with the
+# path of a config.json or of a model folder; and your card's memory in the place of `room`, for example
+# `memory="16GB"`. (Here `room` is half of what the first vanilla took, on a GPU four fifths. The effective batch is 16,
+# not 4. In the table, *2 x 8* is a micro-batch of 2, accumulated 8 times.) Afterwards the first recipe is trained for two
+# steps, and its peak is compared with the prediction.
 
 # %%
 used = max(vanilla.peak_bytes, vanilla.memory.reserved_bytes or 0) + (vanilla.memory.context_bytes or 0)
@@ -598,7 +608,7 @@ else:
 # ## Exercise
 #
 # Your card holds the share of vanilla's peak that is printed below. Which of the ten recipes fits and has the most
-# samples/s? (On a CPU, use the V100's samples/s.)
+# samples/s? (On a CPU, use the V100's samples/s. The table above is rounded; `share` has the exact values.)
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -733,8 +743,8 @@ except ValueError as missing:
 #   for learning.
 # - **The ladder of speed** led from the guides' vanilla to the best recipe in no more memory, and named the rungs that
 #   gained nothing here. The hardware decides what a rung gains: half precision trained 2.4 times as fast as fp32 on
-#   an AMD EPYC (2026-11-28), and at 0.53 of fp32's speed when oneDNN (torch's library for matmuls on a
-#   CPU) was limited to the instruction set AVX512_CORE, which has no bf16 instructions.
+#   an AMD EPYC (in a run of 2026-11-28; the tables below have other runs), and at 0.53 of fp32's speed when oneDNN
+#   (torch's library for matmuls on a CPU) was limited to the instruction set AVX512_CORE, which has no bf16 instructions.
 # - **The guide's own table** was decided cell by cell on this machine. On an AMD EPYC one of its 14 cells was refuted:
 #   half precision took 18 % off the peak, which the guide calls negligible.
 # - **A grid of recipes** went to several workers. On a cluster only the workers change.

@@ -57,7 +57,7 @@ print(lab.machine.name)
 # %%
 WALL, CPU = 0, 1  # two clocks: on the wall, and the seconds that processors computed
 CORES = lab.machine.cpu_cores or 1
-HALF = max(1, CORES // 2)
+HALF_CORES = max(1, CORES // 2)
 turns = lab.sized(7, 3)
 question = "How many times as long does one training step take in fp16 as in fp32, on this CPU?"
 widgets.predict(lab, "fp16", question, "x", 0, 40)
@@ -74,7 +74,7 @@ F = torch.nn.functional
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def products(kind, rows=128, inputs=128, outputs=256):
+def matmuls(kind, rows=128, inputs=128, outputs=256):
     """Return the three matmuls of a linear layer in a step: output, gradient of the input, gradient of the weight."""
     x, weight, back = (torch.randn(*shape).to(kind) for shape in ((rows, inputs), (outputs, inputs), (rows, outputs)))
     return [lambda: F.linear(x, weight), lambda: back @ weight, lambda: back.T @ x]
@@ -83,7 +83,7 @@ def products(kind, rows=128, inputs=128, outputs=256):
 def rates(_):
     """Return the GFLOP/s of each matmul, in each type, on one thread."""
     torch.set_num_threads(1)
-    taken = {name: in_turns(products(kind), turns) for name, kind in KINDS.items()}
+    taken = {name: in_turns(matmuls(kind), turns) for name, kind in KINDS.items()}
     flops = 2 * 128 * 128 * 256
     return {name: [flops / min(turn[CPU] for turn in one) / 1e9 for one in three] for name, three in taken.items()}
 
@@ -99,9 +99,9 @@ plots.Table(heads, [[name, *map(float, three)] for name, three in by_type.items(
 #
 # ## A step is the sum of its parts
 #
-# The type of the numbers changes the time of linear layers and attention most. So we time these *parts* alone, in each type. The whole step is that of a small Llama, which is loaded from a checkpoint in each type.
+# The type of the numbers changes the time of linear layers and attention most. So we time these *parts* alone, in each type. The whole step is a training step of a small Llama. The model is loaded from three checkpoints, one in each type.
 #
-# The prediction for a step in fp16 or bf16 is the time of its parts plus the *rest*: the step in fp32 minus the parts in fp32. In a 16-bit type the rest may take half as long (half of the bytes) or twice as long (more casts), so the prediction is a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16. The first table had three matmuls of one size; these parts include attention and smaller matmuls, so another type may be the fastest.
+# The prediction for a step in fp16 or bf16 is the time of its parts plus the *rest*: the step in fp32 minus the parts in fp32. In a 16-bit type the rest may take half as long (half of the bytes) or twice as long (more casts), so the prediction is a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16: one of the claims is about these two types. (Your guess compares fp16 with fp32.) The first table had three matmuls of one size; these parts include attention and smaller matmuls, so another type may be the fastest.
 
 # %%
 SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
@@ -166,7 +166,7 @@ def predicted_speed(parts, fp32_step):
 fp32_turns, bf16_turns, fp16_turns, again = types["turns"]
 least = {name: min(turn[CPU] for turn in each) for name, each in zip(KINDS, types["turns"])}
 expected = predicted_speed(types["parts"], least["fp32"])
-slower = Ratio.of_turns([[bf16_turns, fp16_turns, again]], CPU, 1.05)
+slower = Ratio.of_turns([[bf16_turns, fp16_turns, again]], CPU, 1.05)  # bf16 again: its noise, at least 5 %
 rows = [[name, types["loaded"][name], 1e3 * types["parts"][name], 1e3 * least[name]] for name in KINDS]
 display(plots.Table(["checkpoint", "loaded as", "its matmuls and attention (ms)", "a training step (ms)"], rows))
 print(f"speed of fp16, bf16 = 1: predicted {expected[0]:.2f} to {expected[1]:.2f}, measured {slower}")
@@ -214,7 +214,7 @@ def flagged(_):
 
 # %%
 flags = lab.run(flagged, measure="value", use_cpu=True).value
-rows = [[flag, each["type"], str(each["losses"])] for flag, each in flags.items()]
+rows = [["no flag" if flag == "None" else flag, each["type"], str(each["losses"])] for flag, each in flags.items()]
 display(plots.Table(["flag, with use_cpu=True", "a linear layer computes in", "losses"], rows))
 obeyed = sum(flags[flag]["type"] == str(KINDS[flag]) for flag in ("bf16", "fp16")) / 2
 
@@ -268,6 +268,7 @@ plots.Table(["micro-batch", "peak in fp32", "peak with bf16=True", "ratio"], row
 # %%
 SCRIPT = "import os, torch; print(f'<{torch.get_num_threads()}>', flush=True)"
 unset = {name: text for name, text in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+# the processes exchange messages on this machine only
 unset |= {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
 with tempfile.TemporaryDirectory() as folder:
     (path := Path(folder, "script.py")).write_text(SCRIPT)
@@ -282,7 +283,7 @@ with tempfile.TemporaryDirectory() as folder:
         print(f"{name}: threads of each process {threads[name]}, for {CORES} cores")
 
 # %% [markdown]
-# torchrun gives each process **one** thread ("to avoid your system being overloaded"), in `torch/distributed/run.py`. On two cores that is right. On 64 cores, 62 are idle. Plain processes, and those of `mpirun`, use all cores *each*. No launcher divides the cores among the processes. So set the number yourself: `OMP_NUM_THREADS` = cores / processes.
+# torchrun gives each process **one** thread ("to avoid your system being overloaded"), in `torch/distributed/run.py`. For two processes on two cores that is right. On 64 cores, two processes leave 62 idle. Plain processes, and those of `mpirun`, use all cores *each*. No launcher divides the cores among the processes. So set the number yourself: `OMP_NUM_THREADS` = cores / processes.
 #
 # ## Processes times threads
 #
@@ -316,7 +317,7 @@ def an_update(model, rows, ranks, micro, bf16=False, samples=16):
 
 # %%
 def layouts(task, recipes):
-    """Return, on one of two ranks, turns of an update by each recipe (bf16, processes, threads, micro-batch) and of some parts."""
+    """Time, on each of two ranks, an update by each recipe (bf16, processes, threads, micro-batch), and some parts."""
     dist.init_process_group("gloo")
     rank, rows, works, losses = dist.get_rank(), task.batch(160), {}, {}
 
@@ -333,23 +334,23 @@ def layouts(task, recipes):
         update = an_update(task.build_model(), rows, ranks, micro, bf16)
         add(str((bf16, ranks, threads, micro)), update, ranks, threads)
     gradients, (left, right) = torch.zeros(task.parameters()), (torch.randn(256, 256), torch.randn(256, 1024))
-    add("silent", an_update(task.build_model(), rows, 1, 8, samples=8), 2, HALF)
-    add("sum", lambda: dist.all_reduce(gradients) and None, 2, HALF)
+    add("silent", an_update(task.build_model(), rows, 1, 8, samples=8), 2, HALF_CORES)
+    add("sum", lambda: dist.all_reduce(gradients) and None, 2, HALF_CORES)
     wide = left @ right
     for threads in sorted({CORES, max(1, CORES - 1)}):
-        add(f"product, {threads}", lambda: [left @ right for _ in range(40)] and None, 1, threads)
+        add(f"matmul, {threads}", lambda: [left @ right for _ in range(40)] and None, 1, threads)
         add(f"other work, {threads}", lambda: [F.gelu(wide) for _ in range(40)] and None, 1, threads)
     return {"turns": dict(zip(works, in_turns([*works.values()], turns))), "losses": losses}
 
 
 # %% [markdown]
-# Two more things are timed beside the layouts:
+# The next cell trains all layouts. It also times two more things:
 #
-# - *Silent* processes train without exchanging anything. The all-reduce that sums the gradients of two processes is timed alone. From these two times we predict how much DDP can gain here.
+# - Two processes train without exchanging anything (*silent* in the code). The all-reduce that sums the gradients of two processes is timed alone. From these two times we predict how much DDP can gain here.
 # - A matmul and an element-wise operation run with all threads and with one fewer. From these times we predict how much one thread is worth.
 
 # %%
-PLACES = [(1, HALF), (1, CORES), (2, HALF)]  # processes, threads of each
+PLACES = [(1, HALF_CORES), (1, CORES), (2, HALF_CORES)]  # processes, threads of each
 crowded = (False, 2, max(2, CORES), 8)  # as many threads in each process as there are cores
 fewer = (False, 1, CORES - 1, 8)
 grid = [(bf16, *place, micro) for bf16 in (False, True) for place in dict.fromkeys(PLACES) for micro in (8, 2)]
@@ -392,17 +393,17 @@ plt.show()
 # %% [markdown]
 # Left: more is better. Right: less is better. Compare one process that uses all threads with two processes that use half of the threads each: both layouts use every core.
 #
-# Then look on the right at the *crowded* layout, which has two processes with as many threads *each* as there are cores. A thread that has finished its part waits for the others by *spinning*: it checks again and again, and keeps a core busy with that. The work is the same, the CPU time is not. On a rented machine you pay for it.
+# Then look on the right at the *crowded* layout, `2 x` the number of cores: two processes with as many threads *each* as there are cores. A thread that has finished its part waits for the others by *spinning*: it checks again and again, and keeps a core busy with that. The work is the same, the CPU time is not. On a rented machine you pay for it.
 #
 # The next cell prints these comparisons as ratios, each with its interval. The first two lines are speeds relative to *one* process with half of the threads.
 #
-# - First line: two such processes with DDP, then the same two without an exchange of gradients. *With the sum of all gradients* adds the time of the all-reduce to the time without an exchange, as if no part of the all-reduce ran during backward. The first number should be between the other two, as far as the intervals tell.
-# - Second line: one process with all threads, which uses as many cores as the two processes.
+# - First line: two such processes with DDP, then the same two without an exchange of gradients. *With the sum of all gradients* adds the time of the all-reduce to the time without an exchange, as if no part of the all-reduce ran during backward. DDP's number should be between the other two. If it is not, look whether their intervals still overlap.
+# - Second line: one process with all threads. This comparison with DDP is fair, because the one process uses as many cores as the two.
 # - Third line: the CPU time of the crowded layout, relative to two processes that divide the cores.
 # - Last line: one thread fewer, relative to all threads, in training, in a matmul and in an element-wise operation (*other work*).
 
 # %%
-alone, together = (False, 1, HALF, 8), (False, 2, HALF, 8)
+alone, together = (False, 1, HALF_CORES, 8), (False, 2, HALF_CORES, 8)
 scaled, silent = faster(together, alone), faster("silent", alone)
 with_sum = lab.ratio([one / (two + s) for one, two, s in zip(*map(seconds, (alone, "silent", "sum")))])
 rival = faster((False, 1, CORES, 8), alone)
@@ -411,7 +412,7 @@ print(f"the fair comparison, one process with all {CORES} threads: {rival}")
 waste = lab.ratio([a / b for a, b in zip(seconds(crowded, CPU), seconds(together, CPU))])
 print(f"CPU seconds per sample, crowded / cores divided: {waste}")
 left_free = faster(fewer, (False, 1, CORES, 8)) if CORES > 1 else None
-of_parts = [faster(f"{part}, {max(1, CORES - 1)}", f"{part}, {CORES}") for part in ("product", "other work")]
+of_parts = [faster(f"{part}, {max(1, CORES - 1)}", f"{part}, {CORES}") for part in ("matmul", "other work")]
 print(f"one thread fewer: {left_free} x the speed; matmuls alone {of_parts[0]}, other work alone {of_parts[1]}")
 
 # %%
@@ -431,7 +432,7 @@ exercises.question(
 # %% [markdown]
 # ## What held
 #
-# Each timed claim is compared with a prediction from parts that the same run measured.
+# Three of the four timed claims are compared with a prediction from parts that the same run measured. (*oversubscription* has none.)
 #
 # ### Number types and flags
 
@@ -464,7 +465,7 @@ display(
 )
 
 # %% [markdown]
-# The guide contradicts itself. A tip recommends one thread fewer than the processor has cores. The part on Kubernetes recommends as many threads as units of CPU, which are cores. On a machine with few cores, the core that is left free is a large share of the machine.
+# The guide contradicts itself. (A *socket* is the place of one processor; a server may have two.) A tip recommends one thread fewer than the processor has cores. The part on Kubernetes recommends as many threads as units of CPU, which are cores. On a machine with few cores, the core that is left free is a large share of the machine.
 #
 # ## Explore
 #
@@ -487,7 +488,7 @@ _ = widgets.explore(draw, micro=[8, 2], kind=["fp32", "bf16"])
 # %% [markdown]
 # ## Exercise: the best recipe for this CPU
 #
-# `Trainer(use_cpu=True)` starts in fp32, with one process and all cores. Choose better values for the dtype, the processes, the threads and the micro-batch, for updates of 16 samples. Choose among the layouts and the micro-batches (8 and 2) that were measured above. Your recipe must reach 90 % of the samples/s of the best recipe measured above, within the noise. Its loss may differ from fp32's by no more than another seed would change it.
+# `Trainer(use_cpu=True)` starts in fp32, with one process and all cores. Choose better values for the dtype, the processes, the threads and the micro-batch, for updates of 16 samples. Choose among the layouts and the micro-batches (8 and 2) that the explorer shows. Your recipe must reach 90 % of the samples/s of the best of these; the upper end of the interval decides. Its loss may differ from fp32's by no more than another seed would change it.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -555,7 +556,7 @@ exercises.prove(
 # - the files in `folder` are unchanged
 # - the returned weights take as many bytes as those of the checkpoint
 # - at least 90 % of the returned weights are what a training in fp32 gives, once its result is rounded to fp16
-# - the training runs at 0.8 of the speed of an fp32 model or faster, by CPU time, within the noise.
+# - the training runs at 0.8 of the speed of an fp32 model or faster, by CPU time; the upper end of the interval decides.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -649,9 +650,9 @@ exercises.prove(check, solution=through_fp32, mistake=as_it_is)
 #
 # ## Recap
 #
-# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28); the table below may have a later one.
 #
-# - A training step in fp16 ran at 0.15 of bf16's speed, within the range predicted from the measured parts. The CPU's list of instruction sets does not predict it.
+# - A training step in fp16 ran at 0.15 of bf16's speed, within the range predicted from the measured parts. The CPU's list of instruction sets does not predict this speed.
 # - The Trainer obeyed bf16 and ignored fp16: 1 flag of 2. An fp16 checkpoint stays fp16 unless you pass a `dtype`.
 # - bf16 reduced the peak to 0.80 at micro-batch 64, and not at all at micro-batch 1.
 # - torchrun gave each process 1 thread, plain processes took all cores. Too many threads cost 1.85 times the CPU time for the same work.
