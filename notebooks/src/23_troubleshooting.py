@@ -4,13 +4,13 @@
 # Your training has run for an hour. There was no error, the loss is a number, the fan is loud. Does it learn anything? A training that stops with an error is the lucky case. Many go on and learn nothing, and the fault shows far from its cause. In this lesson you build a tool that checks every link of a training step, and try it on patients with planted faults.
 #
 # **You will see**
-# - a clinic: patients with one planted fault each, which you name before your own tool does
+# - a clinic: patients (training scripts) with at most one planted fault each, which you name before your own tool does
 # - which of these faults the libraries' own detectors find, and which they pass over
 # - what the Trainer's log shows if every loss is NaN
 #
 # **Time:** plan 60 minutes. The cells run for half a minute on two CPU cores.
 #
-# **Before you start:** lesson 07 (fp16, the loss scaler) and, for the fourth ward, lesson 15 (ranks).
+# **Before you start:** lesson 07 (fp16, the loss scaler) and, for the faults of several ranks, lesson 15.
 #
 # **What a CPU cannot show:** how a GPU's allocator fragments memory (without a GPU the lesson shows an estimate), and failures of NCCL or of hot and broken cards. All patients are examined on the CPU, even if there is a GPU.
 
@@ -52,11 +52,11 @@ warnings.filterwarnings("ignore", "(Full backward hook is firing|For backward ho
 #
 # A step is a chain: data, labels, forward, loss, backward, gradients, update, weights. A fault breaks one link, and **shows** in another: weights that are NaN may come from a division one step earlier. So the tool looks at every link, and believes the first that is broken.
 #
-# All patients share one script and differ in its arguments, for example the data, the optimizer, or a change of the model before the optimizer is created (`build`) or after it (`late`). `watch` is the only line in the script that the tool needs. The model is a small Llama of two layers. In its text each word determines the next.
+# All patients share one script. They differ in its arguments, for example the data, the optimizer, or a change of the model before the optimizer is created (`build`) or after it (`late`). The tool needs only one line of the script: the call of `watch`. The model is a small Llama of two layers. In the training texts each word determines the next word.
 #
 # ## Predict
 #
-# All labels of a data set are masked by mistake (-100 means that a position does not count). The loss is then 0/0, which is NaN. The Trainer logs eight steps, with its defaults.
+# All labels of a data set are masked by mistake (-100 means that a position does not count). The loss is a mean over the positions that count. No position counts, so the loss is 0/0, which is NaN. The Trainer trains eight steps and logs each of them, otherwise with its defaults.
 
 # %%
 question = "In how many of the eight lines of the log is the loss NaN?"
@@ -83,6 +83,11 @@ def adam(model):
 
 # %%
 def script(watch, data=texts, build=None, half=False, optim=adam, late=None, log=None, scale=1, meant="", tests=()):
+    """Train a model on the batches of `data()`, then evaluate it on the batches `tests`.
+
+    half: train in fp16; scale: a factor of the loss; log: a function that returns what a step adds to the log;
+    meant: a part of the names of the weights that are meant to learn ("": all of them).
+    """
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).to(torch.float16 if half else torch.float32)
     if build:
@@ -107,7 +112,7 @@ def script(watch, data=texts, build=None, half=False, optim=adam, late=None, log
 # %% [markdown]
 # ## By hand: look at every link
 #
-# A **hook** is a function of yours that PyTorch calls when a module has done its work. Our hooks compare a module's inputs and outputs. If the inputs were finite (no inf, no NaN) and the outputs are not, the innermost such module *made* the break. Backward works in the same way: a gradient comes in finite, and leaves broken. Before the update the tool looks at all gradients, afterwards at the weights. It also checks which weights are meant to learn, and whether they do. The notes go into a dict, `seen`; only the first break is kept.
+# A **hook** is a function of yours that PyTorch calls when a module has done its work. Our hooks compare a module's inputs and outputs. If the inputs and the module's own weights are finite (no inf, no NaN) and the outputs are not, the module *made* the break. The hooks of inner modules run first, and the tool keeps only the first break: so it names the innermost module. Backward works in the same way: a finite gradient comes in, and a broken one goes out. Before the update the tool looks at all gradients, after the update at the weights. It also checks which weights are meant to learn, and whether they do. The notes go into a dict, `seen`.
 
 
 # %%
@@ -135,7 +140,7 @@ def note(seen, phase, place):
 def watch_steps(seen, model):
     def before(module, given, named):
         seen["phase"] = "forward" if module.training else "evaluation"
-        seen["live" if module.training else "kept"].append(seen["live now"])
+        seen["train" if module.training else "eval"].append(seen["bytes now"])  # alive when the pass begins
         if module.training and "began" not in seen:
             seen["began"] = time.perf_counter()
             seen["tokens"].append(named["input_ids"].numel())
@@ -157,10 +162,10 @@ def watch_modules(seen, model):
         if broken(result) and not broken(given, named, [*module.parameters(recurse=False)]):
             note(seen, "forward", name)
         if tensors(result) and is_zero(result) and not is_zero(given, named):
-            seen["silent"].append(name)
+            seen["only zeros"].append(name)
 
-    def backward(name, module, leaves, incoming):
-        if broken(leaves) and not broken(incoming):
+    def backward(name, module, outgoing, incoming):
+        if broken(outgoing) and not broken(incoming):
             note(seen, "backward", name)
 
     for name, module in model.named_modules():
@@ -185,7 +190,7 @@ def watch_update(seen, model, optimizer, meant):
 
     def after(*_):
         [note(seen, "update", name) for name, weight in model.named_parameters() if broken(weight)]
-        seen["held"].append(seen["live now"])
+        seen["held"].append(seen["bytes now"])  # alive after the update
         seen["ended"] = time.perf_counter()
         seen["steps"].append(seen["ended"] - seen.pop("began"))
 
@@ -196,11 +201,11 @@ def watch_update(seen, model, optimizer, meant):
 # %% [markdown]
 # ## By hand: memory, the machine, the other ranks
 #
-# - **Memory.** Some patients run out of it. The lesson fills no real card. A *dispatch mode* simulates one: it sees the result of every operation, adds up the bytes that are alive, and raises the error that a GPU would raise. It counts bytes and knows nothing of fragments.
+# - **Memory.** Some patients run out of it. The lesson fills no real card. A *dispatch mode* simulates one with a capacity in bytes. It sees the result of every operation, adds up the bytes that are alive, and raises the error that a GPU would raise. It counts bytes and knows nothing of fragmentation.
 # - **The machine.** The workers of a DataLoader pass batches through shared memory (the folder `/dev/shm`), so the batches that they hold ready must fit there. Compiling an extension, a module of your own in C++ or CUDA, needs NVIDIA's toolkit, whose folder PyTorch keeps in `CUDA_HOME`.
-# - **Other ranks.** Ranks wait for each other in a **collective operation**, here an all-reduce (lesson 15). Each rank notes the shape of its tensor *before* the call. Two threads of a fresh subprocess play two ranks, with real messages (gloo) between them. After four seconds the tool looks where each thread is.
+# - **Other ranks.** Ranks wait for each other in a **collective operation**, here an all-reduce (lesson 15). Each rank notes the shape of its tensor *before* the call. Two threads of a fresh subprocess play two ranks, with real messages (gloo) between them. After four seconds the tool looks up in which function each thread is.
 #
-# **From signs to a name.** Each rule takes the notes, and returns a fault's name with its evidence. The rules follow the order of the chain, and the first rule that fits wins. If a script ended with an error and no rule fits, the fault is "not known": a tool that has a name for everything is no use.
+# **From signs to a name.** Each rule takes the notes, and returns a fault's name with its evidence. The function `diagnose` asks the rules for the machine and the ranks first, then those for memory, then those for the chain. The first rule that fits wins. If a script ended with an error and no rule fits, the fault is "not known": a tool that has a name for everything is no use.
 
 # %%
 import weakref
@@ -209,34 +214,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Card(TorchDispatchMode):
-    def __init__(self, room, seen):
+    def __init__(self, capacity, seen):
         super().__init__()
-        self.room, self.seen, self.alive = room, seen, set()
+        self.capacity, self.seen, self.alive = capacity, seen, set()
 
     def freed(self, key, size):
         self.alive.discard(key)
-        self.seen["live now"] -= size
+        self.seen["bytes now"] -= size
 
     def __torch_dispatch__(self, operation, types, given=(), named=None):
         result, seen = operation(*given, **(named or {})), self.seen
         for storage in (tensor.untyped_storage() for tensor in tensors(result)):
             if (key := id(storage)) not in self.alive:
                 self.alive.add(key)
-                seen["live now"] += storage.nbytes()
+                seen["bytes now"] += storage.nbytes()
                 weakref.finalize(storage, self.freed, key, storage.nbytes())
-        seen["peaks"][seen["phase"]] = max(seen["peaks"].get(seen["phase"], 0), seen["live now"])
-        if seen["live now"] > self.room:
-            raise torch.OutOfMemoryError(f"out of memory: the simulated card has {self.room / 1e6:.2f} MB")
+        seen["peaks"][seen["phase"]] = max(seen["peaks"].get(seen["phase"], 0), seen["bytes now"])
+        if seen["bytes now"] > self.capacity:
+            raise torch.OutOfMemoryError(f"out of memory: the simulated card has {self.capacity / 1e6:.2f} MB")
         return result
 
 
 # %%
-from torch.utils import cpp_extension
+from torch.utils import cpp_extension  # its warning, if there is no CUDA, is no fault here
 
 
-def examine(script, room=None):
+def examine(script, capacity=None):
     """Run a script under watch; return the notes, however it ended."""
-    seen = defaultdict(list, {"phase": "build", "peaks": {}, "calls": {}, "live now": 0})
+    seen = defaultdict(list, {"phase": "build", "peaks": {}, "calls": {}, "bytes now": 0})
 
     def watch(model=None, optimizer=None, meant="", loader=None):
         seen["CUDA_HOME"] = cpp_extension.CUDA_HOME
@@ -249,7 +254,7 @@ def examine(script, room=None):
             watch_steps(seen, model), watch_modules(seen, model), watch_update(seen, model, optimizer, meant)
 
     try:
-        with Card(room, seen) if room else contextlib.nullcontext():
+        with Card(capacity, seen) if capacity else contextlib.nullcontext():
             script(watch)
     except Exception as error:
         seen["error"] = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -292,7 +297,7 @@ def examine_ranks(script, name):
         run = lab.run(partial(two_ranks, script, folder), name, measure="value", use_cpu=True)
         files = {rank: folder / str(rank) for rank in range(2)}
         calls = {rank: file.read_text().splitlines() if file.exists() else [] for rank, file in files.items()}
-    seen = defaultdict(list, {"calls": calls, "stands": run.value if run.ok else {}})
+    seen = defaultdict(list, {"calls": calls, "stuck": run.value if run.ok else {}})
     seen["error"] = [] if run.ok else run.message
     return seen
 
@@ -306,13 +311,13 @@ def outside_rules(seen):
     for number, shapes in enumerate(zip(*seen["calls"].values()), 1):
         if len(set(shapes)) > 1:
             yield "unequal shapes", f"call {number}: shapes {' and '.join(shapes)}"
-    if seen["stands"]:
+    if seen["stuck"]:
         late, made = min(seen["calls"].items(), key=lambda item: len(item[1]))
-        yield "a rank is late", f"{len(made)} calls of rank {late}; it is in {seen['stands'].get(str(late), 'nothing')}"
+        yield "a rank is late", f"{len(made)} calls of rank {late}; it is in {seen['stuck'].get(str(late), 'nothing')}"
 
 
 def memory_rules(seen):
-    tokens, held, kept = seen["tokens"], seen["held"], seen["kept"]
+    tokens, held, kept = seen["tokens"], seen["held"], seen["eval"]
     if "OutOfMemory" not in str(seen["error"]):
         return
     if len(kept) > 2 and kept[-1] > kept[0]:
@@ -333,8 +338,8 @@ def chain_rules(seen):
     if phase:
         kind = {"forward": "overflow", "update": "update too coarse"}.get(phase, "NaN made in backward")
         yield kind, f"first in the {phase} of step {step}, at {place}"
-    if seen["silent"]:
-        yield "activations vanish", f"only zeros come out of {seen['silent'][0]}"
+    if seen["only zeros"]:
+        yield "activations vanish", f"only zeros come out of {seen['only zeros'][0]}"
     if seen["zeros"] and median(seen["zeros"]) > 0.5:
         yield "gradients vanish", f"{median(seen['zeros']):.0%} of gradients are exactly 0"
     for kind, names in {"frozen": seen["frozen"], "not in the optimizer": seen["left out"]}.items():
@@ -363,17 +368,17 @@ READINGS = {
     "gradient norm": lambda seen: three(seen["norms"]),
     "labels that count": lambda seen: three(seen["labels"], "{}"),
     "gradients that are 0": lambda seen: three(seen["zeros"], "{:.0%}"),
-    "modules that give only 0": lambda seen: len({*seen["silent"]}),
+    "modules that give only 0": lambda seen: len({*seen["only zeros"]}),
     "learning rate": lambda seen: three(seen["rates"], "{:g}"),
     "weights meant to learn": lambda seen: seen["meant"],
     "of these, with a gradient": lambda seen: seen["meant"] - len(seen["frozen"]),
     "of these, in the optimizer": lambda seen: seen["meant"] - len(seen["frozen"]) - len(seen["left out"]),
     "ms of wait": lambda seen: f"{1e3 * median(seen['waits']):.0f}",
     "ms of a step": lambda seen: f"{1e3 * median(seen['steps']):.0f}",
-    "how it ended": lambda seen: str(seen["error"] or ("never" if seen["stands"] else "as it should"))[:100],
+    "how it ended": lambda seen: str(seen["error"] or ("never" if seen["stuck"] else "as it should"))[:100],
     "where it ended": lambda seen: f"{seen['phase']}, step {len(seen['tokens'])}",
     "tokens, last batches": lambda seen: three(seen["tokens"][-3:], "{}"),
-    "KB alive, last passes": lambda seen: three([size / 1e3 for size in (seen["live"] + seen["kept"])[-3:]], "{:.0f}"),
+    "KB alive, last passes": lambda seen: three([size / 1e3 for size in (seen["train"] + seen["eval"])[-3:]], "{:.0f}"),
     "KB held after updates": lambda seen: three([size / 1e3 for size in seen["held"]], "{:.0f}"),
     "calls of ranks": lambda seen: " / ".join(str(len(made)) for made in seen["calls"].values()),
     "last shapes": lambda seen: " / ".join(made[-1] for made in seen["calls"].values() if made),
@@ -382,7 +387,7 @@ READINGS = {
 # %% [markdown]
 # ## The clinic
 #
-# The faults are in sealed cells. Run these cells, and unfold their code only when you are done. A row of the table is a patient, a column a reading of its first three steps. Some signs are consequences of others: a module whose input is NaN may give only zeros. The questions ask what each patient has, and the answer also shows what the tool says. Some patients are healthy. The first cell prints what the tool says of a healthy one, and the peak memory of that patient in each phase.
+# The faults are in sealed cells. Run these cells, and unfold their code only when you are done. (They also define helpers that later cells use, such as `masked`, `small` and `new_head`.) A *ward* is a group of patients. Its table has a row for each patient and a column for each reading, most of them from the first three steps. Each step gets another batch, so the loss changes a little even if no weight does. *Weights* are counted as tensors: the model has 21. Some signs are consequences of others: a module whose input is NaN may give only zeros. The questions ask what each patient has, and the answer also shows what the tool says. Some patients are healthy. The next cell prints what the tool says of a healthy one, and the peak memory of that patient in each phase.
 #
 # Three names of faults need a word. *Overflow*: the forward pass makes the first inf or NaN. *Update too coarse*: the optimizer update makes it. *States*: the optimizer states do not fit into memory.
 
@@ -391,11 +396,11 @@ READINGS = {
 results = {}
 
 
-def ward(title, patients, columns, rooms=None):
+def ward(title, patients, columns, capacities=None):
     """Examine the patients, show some readings, and ask what each of them has."""
     found = {}
     for key, (_, one) in patients.items():
-        found[key] = one if isinstance(one, Mapping) else examine(one, (rooms or {}).get(key))
+        found[key] = one if isinstance(one, Mapping) else examine(one, (capacities or {}).get(key))
     names = list(READINGS)
     heads = [name for column in columns for name in names[column]]
     rows = [[key, *(READINGS[head](seen) for head in heads)] for key, seen in found.items()]
@@ -408,7 +413,7 @@ def ward(title, patients, columns, rooms=None):
         exercises.question(lab, f"patient {key}", f"What does patient {key} have?", options, right=fault)
 
 
-peaks = examine(partial(script, tests=texts()), room=1e12)["peaks"]
+peaks = examine(partial(script, tests=texts()), capacity=1e12)["peaks"]
 print("healthy:", diagnose(examine(script)), {phase: f"{size / 1e6:.2f} MB" for phase, size in peaks.items()})
 
 # %% jupyter={"source_hidden": true}
@@ -525,9 +530,9 @@ learning |= {"12": ("healthy", partial(script, build=attention, meant="self_attn
 ward("Second ward: nothing learns, or slowly", learning, [slice(1), slice(5, 11)])
 
 # %% [markdown]
-# One patient of this ward trains only a few weights on purpose, as with adapters, and declares this to the tool (`meant`). No tool can know what is meant. The columns about weights would also show the fault of lesson 21, where half of the model is on disk and does not learn.
+# One patient of this ward trains only a few weights on purpose, as with adapters (lesson 25), and declares this to the tool (`meant`). No tool can know what is meant. The columns about weights would also show the fault of lesson 21, where half of the model is on disk and does not learn.
 #
-# In the third ward the memory of the simulated card follows from the healthy patient's peaks. *When* did a patient run out of memory, and with how many tokens? *KB alive* is read at the start of the last three forward passes, *KB held* after the first three updates.
+# In the third ward each patient gets a simulated card. The lesson computes the card's capacity from the peaks of healthy patients. *When* did a patient run out of memory, and with how many tokens? The column *KB alive* has the bytes that are alive at the start of the last three forward passes, the column *KB held* those after the first three updates.
 
 
 # %% jupyter={"source_hidden": true}
@@ -551,27 +556,27 @@ memory = {
     "17": ("too large a batch", script),
     "18": ("healthy", partial(script, data=small, tests=[*texts(count=5, rows=1)])),
 }
-once, always = (examine(partial(script, data=partial(small, count)), room=1e12)["peaks"] for count in (1, 6))
-rooms = dict.fromkeys(memory, 1.2 * max(always.values()))  # enough for the healthy one
-rooms |= {"14": (max(once["forward"], once["backward"]) + once["update"]) / 2, "17": 1.1 * peaks["build"]}
-ward("Third ward: memory", memory, [slice(11, 16)], rooms)
+once, always = (examine(partial(script, data=partial(small, count)), capacity=1e12)["peaks"] for count in (1, 6))
+capacities = dict.fromkeys(memory, 1.2 * max(always.values()))  # enough for the healthy one
+capacities |= {"14": (max(once["forward"], once["backward"]) + once["update"]) / 2, "17": 1.1 * peaks["build"]}
+ward("Third ward: memory", memory, [slice(11, 16)], capacities)
 
 # %% [markdown]
 # Halving the batch size is what everybody tries first. It is the cure for one of the five faults of this ward. Optimizer states do not depend on the batch (lessons 08 and 09). Against one long batch, truncate the texts or sort them by length (lesson 12). Against the leak, log `loss.item()` instead of the loss. In the evaluation, keep the argmax instead of the logits (lesson 20).
 #
 # ### It fitted, and does not fit when it is resumed
 #
-# The Trainer does not cause this: the next cell prints its peaks, from scratch and resumed, and they are the same. A loop of your own may cause it: if it leaves the loaded checkpoint in a variable, it holds the weights twice. [nanoGPT had that fault](https://github.com/karpathy/nanoGPT/pull/236). `del` the variable.
+# The Trainer does not cause this: the first code cell below prints its peaks, from scratch and resumed, and they are the same. A loop of your own may cause it: if it leaves the loaded checkpoint in a variable, it holds the weights twice. [nanoGPT had that fault](https://github.com/karpathy/nanoGPT/pull/236). `del` the variable.
 #
 # ### Much memory is free, and it runs out
 #
 # Our simulated card counts bytes. A real allocator takes *segments* from the card, and cuts blocks from them for tensors. If batches change their lengths, free blocks are too small for the next tensor, and the allocator takes another segment. The error then says that much memory is "reserved by PyTorch but unallocated", and advises `expandable_segments:True`: segments that grow in place. No batch is too large in this case. One subtraction tells this fault from the five above: reserved minus allocated.
 #
-# > **On a GPU:** the second cell below measures this. Without a GPU the course's estimate applies the allocator's own rules.
+# > **On a GPU:** the second code cell below measures this. Without a GPU the course's estimate applies the allocator's own rules.
 #
 # ### The fourth ward
 #
-# The next two cells measure what the last two sections say. Then comes the fourth ward, and below it a table of what the tool says of all patients. The tool's rules are not made for these patients only: a test of the course plants faults in other layers, steps and ranks.
+# The next two code cells measure what the last two sections say. Then comes the fourth ward, and below it a table of what the tool says of all patients. The tool's rules are not made for these patients only: a test of the course plants faults in other layers, steps and ranks.
 
 
 # %%
@@ -593,9 +598,9 @@ def resumable(folder, resume, _=None):
 def peaks_of(train):
     """Return the peaks of a training from scratch and of one that resumes from its checkpoint."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        both = [examine(partial(train, folder, resume), room=1e12) for resume in (False, True)]
+        both = [examine(partial(train, folder, resume), capacity=1e12) for resume in (False, True)]
     assert not any(seen["error"] for seen in both), [seen["error"] for seen in both]
-    return [seen["peaks"]["build"] for seen in both]
+    return [seen["peaks"]["build"] for seen in both]  # without watch, all passes are in the first phase
 
 
 scratch, resumed = peaks_of(resumable)
@@ -675,10 +680,10 @@ plots.Table(["patient", "", "the tool says", "evidence"], rows)
 #
 # ## What the libraries' detectors find
 #
-# - **transformers' detector** is `debug="underflow_overflow"`, or `DebugUnderflowOverflow(model)` in a loop of your own. Its page says that it detects inf, NaN, underflow and `loss=NaN`.
+# - **transformers' detector** is `debug="underflow_overflow"`, or `DebugUnderflowOverflow(model)` in a loop of your own. The debugging page of transformers' documentation says that it detects inf, NaN, underflow and `loss=NaN`.
 # - PyTorch's **anomaly mode** stops if the backward pass of an operation made a NaN.
 #
-# Both examine the patients of the first ward, and four more with a NaN made in backward.
+# Both examine the patients of the first ward, and four more. Each of the four has a module (`Root`, `Power`, `Share` or `Log`) behind an activation function, and its backward pass makes a NaN. The table's second column has the module that transformers' detector names, and the number of updates that were made before.
 
 # %%
 from transformers.debug_utils import DebugUnderflowOverflow
@@ -737,13 +742,13 @@ plots.Table(["planted", "transformers' detector: module, updates before", "anoma
 # %% [markdown]
 # Read the table column by column.
 #
-# *transformers' detector* names the overflow's module correctly. It reports neither the NaN loss nor anything that vanishes: whatever its name says, it tests for inf and NaN alone (`detect_overflow` in `debug_utils.py`). It reports a NaN made in backward, and the coarse update, one update late. In both cases it names the embedding, whose weights the next forward pass meets first.
+# *transformers' detector* names the overflow's module correctly. It reports neither the NaN loss nor anything that vanishes: whatever its name says, it tests for inf and NaN alone (`detect_overflow` in `debug_utils.py`). It reports a NaN made in backward, and the coarse update, only after the update, in the next forward pass. In both cases it names the embedding, whose weights this forward pass meets first.
 #
 # Why does it miss the NaN loss? `create_frame` looks into tensors and tuples. A model of the library returns neither, but a dict with names (`ModelOutput`), which it calls "not a tensor".
 #
 # *Anomaly mode* names the right operation in every row with a NaN made in backward. It also shows the line of the forward pass (in a warning, hidden here). But its alarm in the last row (the logarithm) is false: relu's backward discards that NaN, and no weight sees it. The mode tests for NaN alone, so a gradient of inf passes. For overflow and coarse update it names the loss's softmax, where a NaN from elsewhere comes in.
 #
-# Next: the Trainer's log if every label is masked. `Opening` is transformers' detector with three more lines, which let it look into a dict. The third cell below times a step with each detector and with our tool.
+# Next: the Trainer's log if every label is masked. `Opening` is transformers' detector with three more lines, which let it look into a dict. If it finds a NaN, it stops the training. The third cell below times a step with each detector and with our tool.
 
 
 # %%
@@ -804,12 +809,12 @@ watches = {"none": lambda *_: None, "transformers' detector": lambda model, _: D
 watches["anomaly mode"] = lambda *_: torch.autograd.set_detect_anomaly(True)
 watches["ours"] = lambda *both: examine(lambda watch: watch(*both)) and None
 turns = [{name: step_seconds(one) for name, one in watches.items()} for _ in range(5)]
-costs = {name: Ratio.of_pairs([turn[name] / turn["none"] for turn in turns], 1.05) for name in watches}
+costs = {name: Ratio.of_pairs([turn[name] / turn["none"] for turn in turns], 1.05) for name in watches}  # 1.05: noise
 rows = [[name, f"{cost.value:.2f} ({cost.low:.2f} to {cost.high:.2f})"] for name, cost in costs.items()]
 plots.Table(["watch", "CPU time of a step / without watch"], rows)
 
 # %% [markdown]
-# Instead of a NaN the Trainer logs the mean of the valid losses since the last line (`logging_nan_inf_filter`, on by default). Here no loss is valid, so it logs 0.0. The filter was proposed for speech models; the proposal had it [off by default](https://github.com/huggingface/transformers/pull/13619). It can [hide a ruined training](https://github.com/huggingface/trl/issues/6702). In the table of logs, the second row has the cure, and `Opening` stops at the first NaN loss.
+# Instead of a NaN the Trainer logs the mean of the valid losses since the last line (`logging_nan_inf_filter`, on by default). Here no loss is valid, so it logs 0.0. The filter was proposed for speech models; the proposal had it [off by default](https://github.com/huggingface/transformers/pull/13619). It can [hide a ruined training](https://github.com/huggingface/trl/issues/6702). In the table of logs, the second row has the cure. `Opening` stops at the first NaN loss, so its log is empty.
 #
 # The last table has the cost of watching: CPU time of a step, four ways in interleaved runs. Watch some steps, not all. The detector's share shrinks as batches grow, because much of its work is on the weights.
 #
@@ -874,7 +879,7 @@ claims.check("oom-fragments", ratio if on_gpu else None, note=reason)
 # %% [markdown]
 # ## Exercise: three at once
 #
-# The script below runs, but three things are wrong with it. Its task is to predict, after four given words, the twelve that follow, with a new head: `new_head(model)` puts an untrained output layer into the model. Write a repaired `job` that returns its model. It passes if
+# The script below runs, but three things are wrong with it. Its task is to predict, after four given words, the twelve that follow, with a new head: `new_head(model)` puts an untrained output layer into the model. Write a repaired copy under another name, e.g. `repaired(watch, epochs=10)`, that returns its model: the check still needs `job`. It passes if
 #
 # - the loss on unseen answers is below 1;
 # - the tool calls it healthy;
@@ -912,7 +917,7 @@ exercises.hint(
 )
 
 # %% tags=["exercise"]
-answer = None  # def job(watch, epochs=10): ..., then: answer = job
+answer = None  # def repaired(watch, epochs=10): ..., then: answer = repaired
 
 
 # %% tags=["check"]
@@ -963,8 +968,8 @@ exercises.prove(check, solution=repaired, mistake=partial(repaired, keep=False))
 #
 # Find a blind spot of the tool, and close it. You give three things:
 #
-# - `plant`: arguments of `script` that plant a fault which the tool calls healthy, e.g. labels that belong to other texts;
-# - `reading(seen, model)`: called once before training; it registers a hook of yours that writes into the dict `seen`;
+# - `plant`: a dict of arguments of `script` that plant a fault which the tool calls healthy, e.g. `data`, a function that yields batches whose labels belong to other texts;
+# - `reading(seen, model)`: called once before training; it registers a hook of yours that writes into `seen`, a new `defaultdict(list)`;
 # - `rule(seen)`: returns the evidence as a text, or an empty text if the patient is healthy.
 #
 # The check trains ten times as many batches as a patient gets. Your fault must make the loss on unseen text worse by at least 1. Your rule must find it, and must not call a healthy patient of the clinic sick.
@@ -1050,12 +1055,12 @@ exercises.prove(check, solution=solution, mistake=solution | dict(reading=losses
 # ## Common mistakes
 #
 # - *"Loss 0.0, so it has learnt."* Above, eight lines of 0.0 were eight NaN losses.
-# - *`torch.cuda.empty_cache()` in the loop, against out of memory.* It returns memory that no tensor uses. In each of the five faults above, tensors use the memory.
-# - *Half the batch size, whatever ran out.* It was the cure for one of five faults, and not for fragments.
+# - *`torch.cuda.empty_cache()` in the loop, against out of memory.* It returns memory that no tensor uses. In each of the third ward's five faults, tensors use the memory.
+# - *Half the batch size, whatever ran out.* It was the cure for one of these five faults, and not for fragmentation.
 # - *The module that is named is the culprit.* The embedding was named for what another layer had done one update before.
 # - *Anomaly mode left on.* Look at its cost in the table.
 #
-# The lesson leaves out faults that need cards, such as NCCL's failures and hot or broken GPUs. `perf-helpers doctor` reports what a machine has. If a lab's run takes too long, its message says in which line each rank was.
+# The lesson leaves out faults that need cards, such as NCCL's failures and hot or broken GPUs. `perf-helpers doctor` reports what a machine has. If a run of the lab takes too long, the run's message names the line in which each rank was.
 #
 # ## Recap
 #
