@@ -37,7 +37,7 @@ from trainmem.estimate import estimate
 
 lab = Lab(profile, strict=strict, out=out, lesson="24_hardware")
 claims = Claims(lab)
-on_gpu = lab.machine.kind == "cuda" and not lab.machine.rehearsed
+on_gpu = lab.machine.kind == "cuda" and not lab.machine.rehearsed  # rehearsed: a dry run on a stub CUDA runtime
 logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # it warns of limits that we reach on purpose
 
 # %% [markdown]
@@ -51,7 +51,7 @@ logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # it warns of limits
 #
 # ## Predict
 #
-# Part of this lesson is about compilers, because a TPU runs only compiled programs. A model receives texts of every length from 1 to 64.
+# Part of this lesson is about compilers, because a TPU (Google's accelerator) runs only compiled programs. A model receives texts of every length from 1 to 64.
 
 # %%
 question = "How many times does `torch.compile`, with its defaults, compile the model?"
@@ -91,7 +91,7 @@ def ceiling(_):
 
 
 found = lab.run(ceiling, "ceiling", measure=("none",))
-needed = roofline.model_flops(lab.task, 1)
+needed = roofline.model_flops(lab.task, 1)  # of a step with one sample
 used = None
 if found.ok and plots.is_measured(speed):
     used = needed * speed / found.value
@@ -129,7 +129,7 @@ exercises.question(
 # - Training computes 6 FLOPs per parameter and token (forward and backward), in large matmuls. Arithmetic decides its speed.
 # - Answering one question reads all weights for each token, 2 bytes per parameter in 16 bits. Bandwidth decides its speed. A batch of answers shares that reading.
 #
-# A card's **break-even price** is the price at which it costs as much per token as another card, here an A100. It equals the ratio of their speeds. The last three columns of the table have it for three kinds of work.
+# A card's **break-even price** is the price per hour at which it costs as much per token as another card, here an A100. If one card is three times as fast as an A100, its break-even price is three times the A100's price. The last three columns of the table have it for three kinds of work, each in times the A100's price. (The code computes with a model of 1e9 parameters. Other sizes give the same ratios.)
 
 
 # %%
@@ -151,7 +151,7 @@ for name, card in sheet.items():
     a100 = sheet["A100 40 GiB"]
     ratios = [card.tokens_per_second(1e9, batch) / a100.tokens_per_second(1e9, batch) for batch in (None, 1, 1024)]
     rows.append([name, card.tflops, card.gigabytes_per_second, *(f"{ratio:.2f} x" for ratio in ratios)])
-heads = ["card", "TFLOP/s", "GB/s", "training", "one answer", "1024 at once"]
+heads = ["card", "TFLOP/s", "GB/s", "training", "one answer", "1024 answers at once"]
 plots.Table(heads, rows, "Break-even price in times the price of an A100, by the ceilings")
 
 # %% [markdown]
@@ -179,14 +179,14 @@ ax.set_xscale("log", base=2)
 # - *slowdown*: the hardware slows the card down
 # - *shutdown*: the card switches off.
 #
-# Older cards report two of these thresholds, as temperatures. Newer ones report a *margin*, that is how many degrees are left, and give each threshold as a margin, too.
+# Older cards report these thresholds as temperatures, but not always all three. Newer cards report a *margin*, the number of degrees that are left. They give each threshold as a margin, too.
 
 
 # %%
 def thermal_limits(ask, handle):
     """Return a GPU's thresholds in degrees, or as margins (lower is hotter), and its power limit in watts."""
     known = {}
-    for name, threshold, field in (("shutdown", 0, 193), ("slowdown", 1, 194), ("operating", 3, 196)):
+    for name, threshold, field in (("shutdown", 0, 193), ("slowdown", 1, 194), ("operating", 3, 196)):  # NVML's numbers
         known[name] = ask("nvmlDeviceGetTemperatureThreshold", handle, threshold) or None
         for value in ask("nvmlDeviceGetFieldValues", handle, [field]) or []:
             known[f"{name} margin"] = value.value.siVal if value.nvmlReturn == 0 else None
@@ -214,7 +214,7 @@ print(known or f"no thermometer here: {reason or 'this machine shows no GPU'}")
 # > **On a GPU:** the next cell heats the card for twenty seconds and records reasons and speed.
 
 # %%
-THERMAL = 0x20 | 0x40  # slowed down for heat, by the driver or by the card itself
+THERMAL = 0x20 | 0x40  # the bits of NVML's reasons that mean heat: slowed down by the driver, or by the card itself
 
 
 def heated(seconds, uuid, _):
@@ -229,7 +229,7 @@ def heated(seconds, uuid, _):
             torch.cuda.synchronize()
             rate = 40 * 2 * 8192**3 / (time.perf_counter() - batch_start)
             reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-            degrees, clock = ask("nvmlDeviceGetTemperature", handle, 0), ask("nvmlDeviceGetClockInfo", handle, 1)
+            degrees, clock = ask("nvmlDeviceGetTemperature", handle, 0), ask("nvmlDeviceGetClockInfo", handle, 1)  # SMs
             rows.append([time.perf_counter() - start, rate, degrees, clock, reasons])
     return rows
 
@@ -256,11 +256,11 @@ if on_gpu:
 print(not_hot or f"{len(hot)} readings under a slowdown")
 
 # %% [markdown]
-# If your card does slow down: clean it, give it air, or lower its power limit (`nvidia-smi -pl`). A "GPU-Util" of 100 % does not show this: a card that was slowed down is busy too.
+# If your card does slow down: clean it, give it air, or lower its power limit (`nvidia-smi -pl`). A "GPU-Util" of 100 % in `nvidia-smi` does not show this: a card that was slowed down is busy too.
 #
 # ## What pip installs, and what it cannot build
 #
-# The guides say that pip's torch brings enough of CUDA to run, but not enough to build extensions. An extension needs **nvcc**, NVIDIA's compiler. torch looks for it in three places (`_find_cuda_home` in `torch/utils/cpp_extension.py`): the variable `CUDA_HOME`, the search path, and `/usr/local/cuda`. A fresh subprocess calls that search with this machine's own toolkit hidden. Then we put an empty `nvcc` where pip's own package `nvidia-cuda-nvcc` has it.
+# The guides say that pip's torch brings enough of CUDA to run, but not enough to build extensions. An extension needs **nvcc**, NVIDIA's compiler. torch looks for it in three places (`_find_cuda_home` in `torch/utils/cpp_extension.py`): the variable `CUDA_HOME`, the search path, and `/usr/local/cuda`. A fresh subprocess calls that search with this machine's own toolkit hidden. NVIDIA also offers its compiler as a package for pip, `nvidia-cuda-nvcc`. The lesson does not install it, but puts an empty file `nvcc` into the folder in which this package has its `nvcc`. Does torch find it there?
 
 # %%
 SEARCH = """
@@ -313,20 +313,20 @@ rows = [[names[name], *row] for name, row in searches.items()]
 plots.Table(["what is installed or set", "ready to build", "compiler found, or why not"], rows)
 
 # %% [markdown]
-# torch does not even find pip's own compiler, unless `CUDA_HOME` names its folder ([pytorch PR 197483](https://github.com/pytorch/pytorch/pull/197483), open, would look there). And that is not enough. With torch 2.13.0+cu130, `nvidia-cuda-nvcc` 13.0.88 and `CUDA_HOME` set we built a small extension (2026-11-25). It compiled, but then the linker said `cannot find -lcudart`: pip's package holds `libcudart.so.13`, and the linker looks for `libcudart.so`. With a link of that name beside it, the extension was built and imported. Others had the same error ([flashinfer issue 5064](https://github.com/flashinfer-ai/flashinfer/issues/5064)).
+# torch does not even find the compiler that pip installed, unless `CUDA_HOME` names its folder ([pytorch PR 197483](https://github.com/pytorch/pytorch/pull/197483), open, would look there). And that is not enough. With torch 2.13.0+cu130, `nvidia-cuda-nvcc` 13.0.88 and `CUDA_HOME` set we built a small extension (2026-11-25). It compiled, but then the linker said `cannot find -lcudart`: pip's package holds `libcudart.so.13`, and the linker looks for `libcudart.so`. With a link of that name beside it, the extension was built and imported. Others had the same error ([flashinfer issue 5064](https://github.com/flashinfer-ai/flashinfer/issues/5064)).
 #
 # The ways out, the easiest first:
 #
 # 1. a wheel (pip's kind of package) of the extension, already built
-# 2. NVIDIA's **NGC images**, which bring everything (their release notes name the driver that they need)
-# 3. a toolkit of the same CUDA version
-# 4. pip's compiler with the two repairs above.
+# 2. NVIDIA's **NGC images**: container images that bring everything (their release notes name the driver that they need)
+# 3. NVIDIA's toolkit, in the CUDA version that torch was built with
+# 4. the compiler from pip with the two repairs above.
 #
-# The guides also name PyTorch's conda builds, which contained the toolkit. They ended with torch 2.5.
+# The guides also name PyTorch's conda builds, which contained the toolkit. Torch 2.5 was the last release with such builds.
 #
 # ## Shapes that stay
 #
-# Besides GPUs, transformers' documentation offers Google's TPUs, with TensorFlow and its compiler XLA. transformers 5 has no TensorFlow. But one rule of the page on TPUs applies beyond it: XLA compiles for **fixed shapes**, so a model is compiled again for every length that it receives. `torch.compile` with `dynamic=False` does the same. We count the compilations.
+# Besides GPUs, transformers' documentation offers Google's TPUs, with TensorFlow and its compiler XLA. transformers 5 has no TensorFlow. But one rule of the page on TPUs applies beyond it: XLA compiles for **fixed shapes**, so a model is compiled again for every length that it receives. `torch.compile` with `dynamic=False` does the same. We count the compilations: each one makes one *graph*, a compiled version of the model. The model here is one matmul with an activation function. By default torch limits the graphs of a function, so the first two rows of the table raise this limit, and the third keeps it.
 
 # %%
 weight = torch.randn(8, 8)
@@ -366,7 +366,7 @@ widgets.revealed(lab, "graphs", default)
 # %% [markdown]
 # With fixed shapes every length costs a compilation. Padding leaves two shapes, but the model also computes on the padding, which is a large share of short texts. `torch.compile` with its defaults needs neither: when a size has changed once, it compiles a second time with that size left open (automatic dynamic shapes, since torch 2.1).
 #
-# Look at the third row too. After eight graphs torch stops compiling that function and continues uncompiled, with one warning. "It is compiled" may be true only for the first eight lengths.
+# Look at the third row too. After eight graphs torch stops compiling that function and continues uncompiled, with one warning (hidden here). "It is compiled" may be true only for the first eight lengths.
 #
 # ## What held
 #
@@ -407,7 +407,7 @@ claims.check("pad-to-multiple", padded, missing=uncompiled)
 # %% [markdown]
 # ## What cannot be measured here
 #
-# Sockets, prices and discontinued products cannot be measured. The course lists the guides' statements about them all the same, so that none is forgotten. Type your prices per hour into `prices` in the next cell, and the ceilings tell you which card trains a token for the least money. But a data sheet's ceiling is not your utilization.
+# Sockets, prices and discontinued products cannot be measured. The course lists the guides' statements about them all the same, so that none is forgotten. Replace the right side of `prices` in the next cell by your prices per hour, and the ceilings tell you which card trains a token for the least money. (The dict in its comment shows the form.) But a data sheet's ceiling is not your utilization.
 
 # %% tags=["claim"]
 prices = dict.fromkeys(sheet)  # {"T4": 0.35, "A100 40 GiB": ..., "H100 SXM": ...}, yours
@@ -421,7 +421,7 @@ for id in ("tpu-tensorflow", "xla-tensorflow", "specialized-hardware"):
 # %% [markdown]
 # ## Explore
 #
-# `price` is the price of an H100 in times that of an A100. `used` is the share of its ceiling that your code uses on the H100, in percent of the share on the A100: a faster card is harder to keep busy. Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
+# `price` is the price of an H100, in times the price of an A100. `used` compares the utilization on the two cards: 75 means that your code uses three quarters as large a share of the ceiling on the H100 as on the A100. (A faster card is harder to keep busy.) Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
 
 
 # %% tags=["widget"]
@@ -443,7 +443,7 @@ _ = widgets.explore(draw, price=[2, 1.5, 2.5, 3, 4], used=[100, 90, 75, 50])
 # %% [markdown]
 # ## Exercise: the cheapest card that makes it in a day
 #
-# You have three offers; their figures are made up, so replace them by your own. Your model must train on five million samples within 24 hours, at an effective batch of 16 and with the recipe below. Which offer is the cheapest **in total**? Does your model fit its card?
+# You have three offers with made-up figures. Solve the exercise with these figures, then try your own. Your model must train on five million samples within 24 hours, at an effective batch of 16 and with the recipe below. Which offer is the cheapest **in total**? Its card must have enough memory for the training, too. The cell below your answer defines `hours(offer)` and `fits(offer)`. `fits` counts the CUDA context, too, and keeps a margin.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -511,7 +511,7 @@ exercises.check(lab, "offer", check, answer)
 exercises.prove(check, solution="large", mistake="middle")
 
 # %% [markdown]
-# What does the course's advisor (`perf-helpers advise`) recommend for the card that you chose? It may find a better recipe than ours.
+# What does the course's advisor (`perf-helpers advise`) recommend for the card that you chose? (Without an answer the cell takes the card with the most memory.) It may find a better recipe than ours.
 
 # %%
 chosen = offers.get(answer) or max(offers.values(), key=lambda offer: offer.gibibytes)  # the most memory
@@ -521,7 +521,7 @@ advice
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Suppose that every started hour is billed in full. Find two numbers; each may be off by 2 %:
+# Suppose that every started hour is billed in full. Only offers count whose card fits the training and that end within a day. Find two numbers; each may be off by 2 %:
 #
 # - `samples`: up to which number of samples is the middle offer the cheapest, at the prices above?
 # - `price`: from which price per hour of the large offer on is the middle offer the cheapest, for the five million samples?
@@ -584,9 +584,9 @@ exercises.prove(
 # ## Common mistakes
 #
 # - *Reading a "GPU-Util" of 100 % as "the card is well used".* That number says that some kernel ran. Clocks, their reasons and the utilization of lesson 02 say how well.
-# - *Expecting the data sheet's 1,979 TFLOP/s.* That rate needs sparsity: half of the weights are zero. Yours are not.
+# - *Expecting the 1,979 TFLOP/s of the H100's data sheet.* That rate needs sparsity: half of the weights are zero. Yours are not.
 # - *Using one cable with two plugs (a pigtail) for a card with two power sockets.* Both sockets then share the power of one cable. Use one cable per socket.
-# - *Renting the cheapest card per hour.* The exercise showed what that costs.
+# - *Renting the cheapest card per hour.* In the exercise the cheapest one was too small, and the second cheapest cost more in total.
 # - *Compiling because pip installed CUDA.* pip installed what runs, not what builds.
 #
 # ## Recap
