@@ -3,13 +3,13 @@
 #
 # You fine-tune with LoRA to save memory, and the peak hardly moves. A colleague uses QLoRA, and it takes *more* than LoRA. Both reports are right. Training holds four numbers for each parameter that learns: the weight, its gradient and two of AdamW's. Adapters let few parameters learn, and keep the rest in few bits. Which of the bytes in your training does that remove?
 #
-# **Time:** about 45 minutes; the cells compute for about a minute. **Before it:** lesson 01 (memory of a step), lessons 04 to 06 (activations) and lesson 09 (code books). **Machine:** everything here runs on the CPU, also if you have a GPU. The comparison with the library needs peft (`make course` installs it).
+# **Time:** about 45 minutes; the cells compute for about a minute. **Before it:** lesson 01 (memory of a step), lessons 04 to 06 (activations) and lesson 09 (code books). **Machine:** everything here runs on the CPU, also if you have a GPU. The comparison with the library needs peft (`make course` installs it). The first code cell may print that a kernel of `kernels-community` was not loaded: you need not install it.
 #
 # **You will see**
 # - how an adapter works in nine lines, how few parameters it trains, and what it does not change: activations and frozen weights
 # - how four bits per weight work, what double quantization saves, and how training on a quantized model can take more memory than on one in 16 bits
 # - what adapters cost and gain: seconds by parts, the loss of a model that was trained before, outputs after merging
-# - how checkpointing can train nothing, without an error
+# - how checkpointing can train no adapter, without an error
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -91,7 +91,7 @@ def learning(model):
 
 
 # %% [markdown]
-# How few parameters is that? The paper says 10,000 times fewer for GPT-3: 96 layers, 12,288 wide, rank 4 beside the matrices for queries and values. We build the attention of that size on the device `meta`, where tensors have shapes but no bytes.
+# How few parameters is that? LoRA's paper says 10,000 times fewer for GPT-3: 96 layers, 12,288 wide, rank 4 beside the matrices for queries and values. We build the attention of that size on the device `meta`, where tensors have shapes but no bytes.
 
 
 # %%
@@ -111,7 +111,7 @@ print(f"{times_fewer:,.0f} times fewer parameters learn; with rank 64, {fewer(ra
 # %% [markdown]
 # ## The library's adapters
 #
-# peft does the same, and offers more kinds of adapters. With our `down` and `up`, its model gives the same outputs as ours. Then `merge_and_unload` adds the product of the two to the frozen weight, and the adapters are gone. Are the outputs still the same? (Other kinds are learnt prompts and prefixes. With transformers 5.24, which renamed the cache, peft 0.21.2 handles these two wrongly in `generate`. LoRA is not affected.)
+# peft does the same, and offers more kinds of adapters. With our `down` and `up`, its model gives the same outputs as ours. Then `merge_and_unload` adds the product of the two to the frozen weight, and the adapters are gone. Are the outputs still the same? (Two of the other kinds are learnt prompts and prefixes. peft 0.21.2 handles these two wrongly in `generate` with transformers 5.24, which renamed the argument `past_key_values` to `cache`. LoRA is not affected.)
 
 
 # %%
@@ -155,18 +155,18 @@ if not no_peft:
     by_hand, by_peft = filled(adapt(llama(), 4)), filled(with_peft(llama()))
     print(f"ours and peft's differ by {apart(by_hand, by_peft, rows):.1e}")
     found["merged-same"] = apart(by_peft, copy.deepcopy(by_peft).merge_and_unload(), rows)
-    four = filled(with_peft(adapters.quantized(llama(), {"load_in_4bit": True}, "cpu")))
+    four = filled(with_peft(adapters.quantized(llama(), {"load_in_4bit": True}, "cpu")))  # as from_pretrained does it
     with warnings.catch_warnings(action="ignore"):  # peft warns that they may differ
         in_four = apart(four, copy.deepcopy(four).merge_and_unload(), rows)
     notes["merged-same"] = f"into a 4-bit base: {in_four:.1%}"
     print(f"merged and not merged differ by {found['merged-same']:.1e}; {notes['merged-same']}")
 
 # %% [markdown]
-# Merged into a base that is not quantized, the adapters give the same outputs and cost nothing more. Merged into a 4-bit base, the sum must be quantized again, and part of what the adapters learnt is rounded away. So merge into the base in 16 bits.
+# Merged into a base that is not quantized, the adapters give the same outputs up to rounding, and cost nothing more. Merged into a 4-bit base, the sum must be quantized again, and part of what the adapters learnt is rounded away. So merge into the base in 16 bits.
 #
 # ## Where the bytes go
 #
-# We run the same training three times: with all weights, with adapters of rank 4, and with rank 32. Each bar shows the moment of the peak. The table below it shows the end of the forward pass, and for gradients the end of the backward pass.
+# We run the same training three times: with all weights, with adapters of rank 4, and with rank 32. Each bar shows the moment of the peak, when gradients may not exist yet. The table below the bars shows the end of the forward pass, and for gradients the end of the backward pass. Its column *weights* has the weights that learn (and some small buffers).
 
 # %%
 WIDER = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
@@ -187,6 +187,7 @@ def part(run, kind, phase=None):
 
 
 def over(one, other):
+    """Return one / other; None if one of them was not measured."""
     return one / other if one is not None and other else None
 
 
@@ -232,20 +233,20 @@ exercises.question(
 # Gradients and optimizer states are almost gone. Look at what remains:
 #
 # - **Frozen weights** stay whole: the forward pass reads them.
-# - **Activations** are what a layer keeps for its backward pass. A gradient on its way to the *first* adapter passes through all layers above it, so attention, norms and activation functions keep what they kept before. The inputs of the frozen matrices are an exception: they would serve only for the gradients of these matrices, which are not computed, so they are not kept.
+# - **Activations** are what a layer keeps for its backward pass. The *first* adapter is the one nearest to the input. A gradient on its way to this adapter passes through all later layers, so attention, norms and activation functions keep what they kept before. The inputs of the frozen matrices are an exception: they would serve only for the gradients of these matrices, which are not computed, so they are not kept.
 #
 # So people report "LoRA saves little" if activations were the peak: with long texts, large batches, large vocabularies. And LoRA saves much if weights and optimizer states were the peak: with large models and few tokens.
 
 # %% [markdown]
 # ## By hand: four bits
 #
-# Lesson 09 had a code book of 256 values and blocks of 256 numbers. Here the book has 16 values, and a block has 64 numbers. Weights are distributed like a bell curve, so the book takes its **quantiles**: the values are dense where weights are frequent. This is **NF4**. The second cell below prints the error of our NF4, and for comparison the error with one scale for the whole matrix and with 16 evenly spaced values.
+# Lesson 09 had a code book of 256 values and blocks of 256 numbers. Here the book has 16 values, and a block has 64 numbers. Weights are distributed like a bell curve, so the book takes its **quantiles**: the values are dense where weights are frequent. This is **NF4**. The second cell below prints the relative error of our NF4. For comparison it prints the errors with one scale for the whole matrix, and with 16 evenly spaced values.
 
 
 # %%
 def code_book():
     """Return NF4: quantiles of the bell curve, eight above 0, seven below, and 0 itself."""
-    ends = (31 / 32 + 29 / 30) / 2
+    ends = (31 / 32 + 29 / 30) / 2  # the outermost quantile, as bitsandbytes chooses it
     above, below = (torch.special.ndtri(torch.linspace(ends, 0.5, n + 1).double())[:-1] for n in (8, 7))
     book = torch.cat([above, torch.zeros(1), -below]).sort().values
     return (book / book.abs().max()).float()
@@ -304,31 +305,31 @@ print(f"bits per weight for scales: {beside[0]:.3f}, quantized {beside[1]:.3f}, 
 # %% [markdown]
 # ## Why QLoRA can take more
 #
-# Now we use a model whose vocabulary is a large part of it, as in today's small models. Its weights are in bf16, or in 4 bits. peft's guide tells you to call `prepare_model_for_kbit_training` after quantizing. The table leaves gradients and optimizer states out. Its first row trains all weights: with it, a check at the end counts the bytes per parameter in 16 bits.
+# Now we use a model whose vocabulary is a large part of it, as in today's small models. Its weights are in bf16, or in 4 bits. peft's guide tells you to call `prepare_model_for_kbit_training` after quantizing. The first row of the table trains all weights: the claim `full-16-bits` below counts the bytes per parameter of this training. The other rows train adapters of rank 4 on a base in bf16 or in 4 bits. The table leaves gradients and optimizer states out.
 
 # %%
 # Narrow, with few tokens: many CPUs have no 16-bit arithmetic and emulate it.
 narrow = dict(hidden_size=128, intermediate_size=352, vocab_size=8000, dtype="float32")
-words = Task("llama-2-7b", seq_len=6, config=WIDER | narrow)
+large_vocabulary = Task("llama-2-7b", seq_len=6, config=WIDER | narrow)
 nf4 = dict(load_in_4bit=True, quantization_config={"bnb_4bit_quant_type": "nf4"})
-sixteen = [counted("all weights, bf16", task=words, dtype="bfloat16")]
+base_runs = [counted("all weights, bf16", task=large_vocabulary, dtype="bfloat16")]
 if not no_peft:
-    sixteen.append(counted("bf16", 4, words, dtype="bfloat16"))
+    base_runs.append(counted("bf16", 4, large_vocabulary, dtype="bfloat16"))
     for prepare in (True, False):
         name = "4 bits, prepared" if prepare else "4 bits, not prepared"
         changes = dict(prepare_model_for_kbit_training=prepare, dtype="bfloat16")
-        sixteen.append(counted(name, 4, words, **nf4 | changes))
+        base_runs.append(counted(name, 4, large_vocabulary, **nf4 | changes))
 kinds = ("weights", "frozen_weights", "quantized_weights", "activations", "temporaries")
 rows = [[run.name, plots.bytes_text(run.peak_bytes or 0), *(plots.bytes_text(part(run, kind) or 0) for kind in kinds)]
-        for run in sixteen]  # fmt: skip
+        for run in base_runs]  # fmt: skip
 display(plots.Table(["base", "peak", *(kind.replace("_", " ") for kind in kinds)], rows))
-whole = sum(part(sixteen[0], kind, "backward") or 0 for kind in ("weights", "gradients", "optimizer_states"))
-bytes_each = over(whole or None, sixteen[0].memory.parameters if sixteen[0].peak_bytes else None)
+whole = sum(part(base_runs[0], kind, "backward") or 0 for kind in ("weights", "gradients", "optimizer_states"))
+bytes_each = over(whole or None, base_runs[0].memory.parameters if base_runs[0].peak_bytes else None)
 if not no_peft:
-    found["qlora-less"] = over(sixteen[2].peak_bytes or None, sixteen[1].peak_bytes)
+    found["qlora-less"] = over(base_runs[2].peak_bytes or None, base_runs[1].peak_bytes)
     if found["qlora-less"]:
-        assert part(sixteen[2], "quantized_weights")  # a base that stayed whole would not take less either
-        not_prepared = sixteen[3].peak_bytes / sixteen[1].peak_bytes
+        assert part(base_runs[2], "quantized_weights")  # a base that stayed whole would not take less either
+        not_prepared = base_runs[3].peak_bytes / base_runs[1].peak_bytes
         notes["qlora-less"] = f"not prepared: {not_prepared:.2f}"
         print(f"peak of 4 bits / bf16: prepared {found['qlora-less']:.2f}, {notes['qlora-less']}")
 
@@ -337,11 +338,11 @@ if not no_peft:
 #
 # In a model of 7 billion parameters it is the other way round: the vocabulary is 4 % of the weights, and the layers decide.
 #
-# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime), with torch 2.11. In all seventeen, the peak of the allocated bytes is the one that they measured, **to the byte**. But for thirteen of them the publication names torch 2.14. We rehearsed six of these with 2.14, and five reserved a different amount of memory. So [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md). In all seventeen trainings the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
+# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime: torch's allocator works, and nothing is computed), with torch 2.11. In all seventeen, the peak of the allocated bytes is equal to the published peak, **to the byte**. But for thirteen of them the publication names torch 2.14. We rehearsed six of these with 2.14, too, and five of the six did not reserve the published amount of memory. So [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md). In all seventeen trainings the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
 #
 # ## Seconds, by parts
 #
-# A step has three parts: forward, backward, update. An adapter adds to the first, takes from the second (no gradients of the frozen weights), and almost removes the third. A 4-bit base is expanded in each matmul. The row *all, again* repeats the first row: their difference is noise.
+# A step has three parts: forward, backward, update. An adapter adds to the first, takes from the second (no gradients of the frozen weights), and almost removes the third. The row *4 bits* trains adapters on a 4-bit base, which is expanded in each matmul. The row *all, again* repeats the first row: their difference is noise.
 
 
 # %%
@@ -454,7 +455,7 @@ as_good = interval([one / other for one, other in zip(gained[16], gained["all"])
 print(f"adapters get {as_good.low:.3f} to {as_good.high:.3f} of the gain of all weights")
 
 # %% [markdown]
-# ## Checkpointing that trains nothing
+# ## Checkpointing that trains no adapter
 #
 # Checkpointing (lesson 06) runs a layer without recording it, and runs it again in the backward pass. torch has two kinds. The **reentrant** kind records nothing for a layer if none of its *inputs* needs a gradient. A frozen embedding produces just such inputs, and adapters *inside* the layer do not count. If the head learns too, the loss still depends on something that learns, so the backward pass runs without an error. How many adapters get a gradient?
 
@@ -531,7 +532,7 @@ claims.check("checkpointing-silent", silent, note=note)
 # %% [markdown]
 # ## Explore
 #
-# How much memory does a model of 7 billion parameters take before the first activation, and with the activations? This picture is computed, not measured.
+# How much memory does a model of 7 billion parameters take before the first activation, and with the activations? `bits` are those of a frozen weight: 4.5 means four bits and half a bit for the scale; 4.127 means the same with double quantization. This picture is computed, not measured.
 
 
 # %% tags=["widget"]
@@ -539,8 +540,8 @@ def draw(bits, tokens):
     layers, width, others = 32, 4096, 262e6  # others: embeddings and head, in 16 bits
     matrices, ranks = 6.48e9, [4, 16, 64, 256]
     frozen = (matrices * bits / 8 + 2 * others) / 1e9
-    learns = [16 * layers * rank * 4 * width / 1e9 for rank in ranks]
-    activations = tokens * layers * width * 2 * 34 / 2 / 1e9  # some 34 bytes a token and unit of width, without scores
+    learns = [16 * layers * rank * 4 * width / 1e9 for rank in ranks]  # 16 bytes; down and up beside two matrices
+    activations = tokens * layers * width * 34 / 1e9  # some 34 bytes a token and unit of width, without scores
     series = {"frozen": [frozen] * 4, "what learns, with its states": learns, "activations, about": [activations] * 4}
     return plots.lines(ranks, series, "rank", "GB", title=f"7 billion parameters, {bits} bits, {tokens} tokens")
 
@@ -595,7 +596,7 @@ exercises.prove(
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# The same model with adapters of rank 4, but one text at a time (micro-batch 1). From which length on do activations take more memory than the frozen weights, when the forward pass ends? Predict the number of tokens from the table of this lesson, whose batch is 8 texts of 64 tokens. The check trains with your length and with nine tenths of it: activations must take more than the frozen weights with the first, and not with the second. For your own model, `perf-helpers estimate` takes `--peft`, `--load_in_4bit` and `--freeze`.
+# The same model with adapters of rank 4, but one text at a time (micro-batch 1). From which length on do activations take more memory than the frozen weights, when the forward pass ends? Predict the number of tokens from the table under *Where the bytes go*, whose batch is 8 texts of 64 tokens. The check trains with your length and with nine tenths of it: activations must take more than the frozen weights with the first, and not with the second. (To do the same for your own model, use the options `--peft`, `--load_in_4bit` and `--freeze` of `perf-helpers estimate`.)
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -605,7 +606,7 @@ exercises.hint(
 )
 
 # %% tags=["exercise"]
-answer = None  # tokens
+answer = None  # a number of tokens
 
 
 # %% tags=["check"]
@@ -641,8 +642,8 @@ exercises.prove(check, solution=1.05 * tokens, mistake=tokens / 8)  # as if the 
 # - *Lowering the rank to save memory.* It saves the adapters' own bytes, the smallest part.
 # - *Choosing QLoRA because it is smaller than LoRA.* Compare the peaks, after the preparation.
 # - *Merging into the quantized base.* What the adapters learnt is rounded to 16 values.
-# - *Using full training's learning rate.* Adapters want about ten times as much.
-# - *Reading "trainable: 0.1 %" as a thousandth of the memory.* It is a thousandth of gradients and optimizer states only.
+# - *Using full training's learning rate.* Adapters want a larger one, often about ten times as large. (This lesson tried rates that are three times as large.)
+# - *Reading "trainable: 0.1 %", which peft prints, as a thousandth of the memory.* It is a thousandth of gradients and optimizer states only.
 #
 # ## Recap
 #

@@ -9,7 +9,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "notebooks" / "src" / "25_adapter
 TAKEN = {"Adapter", "adapt", "learning", "fewer", "llama", "with_peft", "filled", "apart", "code_book", "quantize"}
 TAKEN |= {"dequantize", "error", "scale_bits", "stepping", "text", "train", "score", "learnt", "gains", "interval"}
 TAKEN |= {"with_gradient", "SMALL", "WIDER", "MATRICES", "RATES", "ways", "task", "counted", "part", "over"}
-MEASURES = ("\nfull = ", 'found["lora-states"]', "\nsixteen = ", "fewer_kept = ")  # cells, by a lab that a test brings
+MEASURES = ("\nfull = ", 'found["lora-states"]', "\nbase_runs = ", "fewer_kept = ")  # cells, by a lab of a test
 
 
 def functions(lab=None):
