@@ -253,10 +253,10 @@ def comparison(item: Comparison) -> Table:
     shown = table([item.baseline, item.other])
     memory_ratio = f"{item.memory_ratio:.3f} x" if is_measured(item.memory_ratio) else "not measured"
     speed_ratio = f"{item.speed_ratio} x" if item.speed_ratio.known else "not measured"
-    clock = " (CPU time)" if item.wall_ratio else ""
-    shown.rows.append([f"ratio{clock}", "", memory_ratio, "", "", speed_ratio])
+    clock = " by CPU time" if item.wall_ratio else ""
+    shown.rows.append(["ratio", "", memory_ratio, "", "", f"{speed_ratio}{clock}"])
     if item.wall_ratio:
-        shown.rows.append(["ratio (wall clock)", "", "", "", "", f"{item.wall_ratio} x"])
+        shown.rows.append(["speed ratio, wall clock", "", "", "", "", f"{item.wall_ratio} x"])
     return shown
 
 

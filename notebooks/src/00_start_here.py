@@ -217,7 +217,7 @@ comparison
 # %% [markdown]
 # `lab.compare` sets two runs side by side. Below them are the ratios, the second run divided by the first (1.00: no difference).
 #
-# - The memory ratio, in the first of the two ratio rows, is exact.
+# - The memory ratio is exact.
 # - The speed ratio comes with an **interval**, in brackets: the lab ran the two recipes once more, interleaved (a step of one, a step of the other, and so on; `turns` sets how often), and the interval shows how much such ratios vary.
 # - On a CPU the speed ratio is given twice. *CPU time* counts only the seconds that the run computed, and it decides the claims. *Wall clock* also counts the waiting while other programs use the cores.
 

@@ -126,7 +126,7 @@ def test_a_comparison_takes_turns(lab, monkeypatch):
         assert len(ratio.pairs) == 4, "one in each process, at least"
         assert ratio.low <= ratio.value / ratio.floor and ratio.value * ratio.floor <= ratio.high
         assert ratio.floor >= 1.05
-    assert "ratio (CPU time)" in comparison._repr_html_() and "by the clock" in repr(comparison)
+    assert " x by CPU time" in comparison._repr_html_() and "by the clock" in repr(comparison)
     monkeypatch.setenv(quiet.UNTIMED, "1")  # at the smallest sizes
     pairs = lab.compare(a, b, turns=8).speed_ratio.pairs
     assert len(pairs) == 8 and len({*pairs}) == 1, "one turn stands for all"
