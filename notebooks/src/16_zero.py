@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Why does every rank keep the same bytes?
 #
-# Your training runs out of memory on one GPU. You rent a second one, start DDP (lesson 15), and it runs out of memory again, at the same place. DDP gives each rank its own samples, but also a full copy of all weights, gradients and optimizer states. ZeRO, the *zero redundancy optimizer*, divides these copies among the ranks. In this lesson you build it by hand.
+# Your training runs out of memory on one GPU. You rent a second one, start DDP (lesson 15), and it runs out of memory again, at the same place. DDP gives each rank its own samples, but also a full copy of all weights, gradients and optimizer states. ZeRO, the *zero redundancy optimizer*, keeps one copy, divided among the ranks. In this lesson you build it by hand.
 #
 # **You will see**
 # - optimizer states, gradients and weights sharded one after the other: the losses stay equal, and a formula predicts the bytes
@@ -12,7 +12,7 @@
 #
 # **Before you start:** lessons 01 (memory) and 15 (DDP).
 #
-# **What a CPU cannot show:** what offload saves on a card, and what NCCL sends between cards. The ranks of part 1 are processes on your CPU even if you have a GPU: they store the same bytes.
+# **What a CPU cannot show:** what offload to the host's memory saves on a GPU, and what NCCL sends between GPUs. The ranks of part 1 are processes on your CPU even if you have a GPU: they store the same bytes.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -53,7 +53,7 @@ parameters = task.parameters()
 #
 # In fp32 with AdamW, a parameter takes 16 bytes: 4 for the weight, 4 for the gradient and 8 for the optimizer states (lesson 01). With *P* parameters, each rank of a data-parallel training stores 16 P. (torch's DDP stores 20 P by default, because of its buckets: lesson 15.) One copy among all ranks would be enough: each of *N* ranks stores an *N*-th of it, its **shard**. Three stages shard more and more. Stage 1 shards the optimizer states, stage 2 the gradients too, and stage 3 the weights too.
 #
-# A rank receives the bytes that it does not store when it needs them. Two messages do this, and all ranks take part in each:
+# When a rank needs bytes that it does not store, it receives them. Two messages do this; all ranks take part in each:
 #
 # - **reduce-scatter** sums a tensor over the ranks, and leaves each rank its shard of the sum;
 # - **all-gather** joins the shards into the whole tensor, on every rank.
@@ -89,9 +89,9 @@ exercises.question(
 # | 2 | gradients too | 4 P + 12 P/N | 2 P + 14 P/N |
 # | 3 | weights too | 16 P/N | 16 P/N |
 #
-# The last column is for large models, which often keep weights and gradients in bf16, and an fp32 copy of the weights beside the states: 2 + 2 + 12 bytes. The sum is the same, but stage 1 has more to shard.
+# The last column is for large models, which often keep weights and gradients in bf16 and an fp32 copy of the weights: 2 + 2 + 12 bytes. The sum is the same, but stage 1 has more to shard.
 #
-# The picture shows two ranks at each stage. A filled box is stored on that rank; a dotted box is not. Follow one kind of bytes from top to bottom, and compare with the table.
+# The picture shows two ranks at each stage. A filled box is stored on that rank; a dotted box is not. Follow one kind of bytes from top to bottom.
 
 # %%
 import matplotlib.pyplot as plt
@@ -118,8 +118,8 @@ _ = ax.set_title("What each of two ranks stores (fp32, AdamW)", loc="left")
 # All weights of a module are joined into one long tensor, a **flat parameter**; each rank owns one shard of it.
 #
 # - `Traffic` records the messages. It is a *dispatch mode*: torch passes it each operation before the operation runs.
-# - `Row` makes the flat parameter of a module (`row`) and this rank's shard (`share`). A weight becomes a view of its piece of the flat parameter, so the model's own code does not change. The optimizer gets the shards and nothing else.
-# - `Part` is a `Row` with the messages: it reduce-scatters gradients, and in stage 3 it gathers weights before a module runs and frees them afterwards.
+# - `FlatParameter` makes the flat parameter of a module (`whole`) and this rank's `shard`. A weight becomes a view of its piece of the flat parameter, so the model's own code does not change. The optimizer gets the shards and nothing else.
+# - `ShardedParameter` adds the messages. It reduce-scatters gradients: in stage 1 after backward (in `finish`), in stages 2 and 3 during backward. In stage 3 it also gathers weights before a module runs and frees them afterwards.
 
 
 # %%
@@ -139,34 +139,35 @@ class Traffic(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def in_a_row(tensors, length):
-    """Return all tensors joined into one of that length, padded with zeros, and a view of each tensor's piece."""
-    row, views, at = torch.zeros(length), [], 0
+def flatten(tensors, length):
+    """Return one flat tensor of that length with all tensors, padded with zeros, and a view of each tensor's piece."""
+    flat, views, at = torch.zeros(length), [], 0
     for tensor in tensors:
-        views.append(row[at : at + tensor.numel()].view_as(tensor).copy_(tensor))
+        views.append(flat[at : at + tensor.numel()].view_as(tensor).copy_(tensor))
         at += tensor.numel()
-    return row, views
+    return flat, views
 
 
 # %%
-class Row:
+class FlatParameter:
     def __init__(self, module, stage):
-        self.stage, self.weights, self.missing = stage, [*module.parameters()], 0
+        self.stage, self.weights, self.pending = stage, [*module.parameters()], 0  # pending: gradients still to come
         self.ranks = dist.get_world_size()
+        # The number of weights, rounded up to a multiple of the ranks: all shards have the same size.
         self.length = -(-sum(weight.numel() for weight in self.weights) // self.ranks) * self.ranks
-        self.row, views = in_a_row([weight.data for weight in self.weights], self.length)
+        self.whole, views = flatten([weight.data for weight in self.weights], self.length)
         for weight, view in zip(self.weights, views):
             weight.data = view
-        dist.broadcast(self.row, src=0)
-        own = self.row.chunk(self.ranks)[dist.get_rank()]
-        self.share = torch.nn.Parameter(own.clone() if stage == 3 else own)  # all that the optimizer sees
+        dist.broadcast(self.whole, src=0)
+        own = self.whole.chunk(self.ranks)[dist.get_rank()]
+        self.shard = torch.nn.Parameter(own.clone() if stage == 3 else own)  # all that the optimizer sees
         if stage == 1:
-            self.gradients, views = in_a_row([torch.zeros_like(weight) for weight in self.weights], self.length)
+            self.gradients, views = flatten([torch.zeros_like(weight) for weight in self.weights], self.length)
             for weight, view in zip(self.weights, views):
                 weight.grad = view
         else:
             for weight in self.weights:
-                weight.register_post_accumulate_grad_hook(self.one_more)  # stage 2: during backward
+                weight.register_post_accumulate_grad_hook(self.count_gradient)  # stage 2: during backward
         if stage == 3:
             self.free()
             module.register_forward_pre_hook(self.gather)  # whole while it is used: in forward
@@ -175,29 +176,29 @@ class Row:
 
 
 # %%
-class Part(Row):  # the messages of a flat parameter in a step
-    def one_more(self, _):
-        self.missing = (self.missing or len(self.weights)) - 1
-        if not self.missing:  # this was the last gradient of the module
-            row, _ = in_a_row([weight.grad for weight in self.weights], self.length)
+class ShardedParameter(FlatParameter):  # the messages of a flat parameter in a step
+    def count_gradient(self, _):
+        self.pending = (self.pending or len(self.weights)) - 1
+        if not self.pending:  # this was the last gradient of the module
+            gradients, _ = flatten([weight.grad for weight in self.weights], self.length)
             for weight in self.weights:
                 weight.grad = None
-            self.reduce(row)
+            self.reduce(gradients)
             if self.stage == 3:
                 self.free()
 
-    def reduce(self, row):
-        shard = row.chunk(self.ranks)[dist.get_rank()] if self.stage == 1 else torch.empty_like(self.share)
-        dist.reduce_scatter_tensor(shard, row)
-        shard = shard.div_(self.ranks)  # the mean over the ranks
-        self.share.grad = shard if self.share.grad is None else self.share.grad.add_(shard)
+    def reduce(self, gradients):
+        own = gradients.chunk(self.ranks)[dist.get_rank()] if self.stage == 1 else torch.empty_like(self.shard)
+        dist.reduce_scatter_tensor(own, gradients)  # own: this rank's shard of the sum
+        own = own.div_(self.ranks)  # the mean over the ranks
+        self.shard.grad = own if self.shard.grad is None else self.shard.grad.add_(own)
 
     def gather(self, *_):
-        self.row.untyped_storage().resize_(4 * self.length)
-        dist.all_gather_into_tensor(self.row, self.share.data)
+        self.whole.untyped_storage().resize_(4 * self.length)  # the weights, views of it, are there again
+        dist.all_gather_into_tensor(self.whole, self.shard.data)
 
     def free(self, *_):
-        self.row.untyped_storage().resize_(0)
+        self.whole.untyped_storage().resize_(0)  # frees the bytes and keeps the tensor
 
 
 # %%
@@ -209,39 +210,40 @@ def train(task, stage, steps=3, samples=4, accumulate=1, link=None):
         dist.init_process_group("gloo")
     model, losses, gradients = task.build_model(), [], []
     modules = [model.bert.embeddings, *model.bert.encoder.layer, model.bert.pooler, model.classifier]
-    parts = [Part(module, stage) for module in modules] if stage else []
-    optimizer = torch.optim.AdamW([part.share for part in parts] or model.parameters())
+    flat_parameters = [ShardedParameter(module, stage) for module in modules] if stage else []
+    optimizer = torch.optim.AdamW([flat.shard for flat in flat_parameters] or model.parameters())
     for step in range(steps):
         before, sent = slow_link.bytes_sent() or 0, Traffic()
+        # The ranks share the samples of a step: of two ranks, each takes every second sample.
         rows = {name: row[samples * step :][rank:samples:ranks] for name, row in task.batch(samples * steps).items()}
         for number in range(accumulate):
             with sent:
                 loss = model(**{name: row[number::accumulate] for name, row in rows.items()}).loss / accumulate
                 loss.backward()
-        gradients.append(finish(model, parts, optimizer, sent, stage, ranks))
+        gradients.append(finish(model, flat_parameters, optimizer, sent, stage, ranks))
         wire = (slow_link.bytes_sent() or 0) - before
         losses.append(loss.item() * accumulate)
     return {"losses": losses, "gradients": gradients, "sent": sent.seen, "wire": wire}
 
 
 # %%
-def finish(model, parts, optimizer, sent, stage, ranks):
+def finish(model, flat_parameters, optimizer, sent, stage, ranks):
     """Reduce the remaining gradients, update, gather the new weights; return the norm of the whole gradient."""
     with sent:
         for weight in model.parameters() if stage == 0 and ranks > 1 else ():
             dist.all_reduce(weight.grad.div_(ranks))
-        for part in parts if stage == 1 else ():
-            part.reduce(part.gradients)
+        for flat in flat_parameters if stage == 1 else ():
+            flat.reduce(flat.gradients)
     square = sum(weight.grad.square().sum() for group in optimizer.param_groups for weight in group["params"])
-    if parts:
-        dist.all_reduce(square)  # only for the comparison: each rank has the squares of its shard
+    if flat_parameters:
+        dist.all_reduce(square)  # only for the comparison: each rank has the sum of squares of its shard
     with sent:
         optimizer.step()
         optimizer.zero_grad()
-        for part in parts if stage in (1, 2) else ():
-            dist.all_gather_into_tensor(part.row, part.share.data)
+        for flat in flat_parameters if stage in (1, 2) else ():
+            dist.all_gather_into_tensor(flat.whole, flat.shard.data)
             if stage == 1:
-                part.gradients.zero_()
+                flat.gradients.zero_()
     return square.sqrt().item()
 
 
@@ -284,8 +286,8 @@ KINDS = ("weights", "gradients", "optimizer_states")
 
 def formula(stage, ranks):
     """Return the bytes per parameter of weights, gradients and states on each rank."""
-    cut = [4 / ranks if stage >= least else 4 for least in (3, 2)]
-    return [*cut, 8 / ranks if stage >= 1 else 8]
+    weights, gradients = (4 / ranks if stage >= least else 4 for least in (3, 2))  # sharded from this stage on
+    return [weights, gradients, 8 / ranks if stage >= 1 else 8]
 
 
 def counted(run, kinds=KINDS):
@@ -297,14 +299,14 @@ rows, names = [], ["weights", "gradients", "states"]
 for stage, run in runs.items():
     expected, seen = formula(stage, 2), counted(run)
     rows.append([run.name, *(f"{a:.3f} ({b:g})" for a, b in zip(seen, expected)), sum(seen), sum(expected)])
-display(plots.Table(["bytes per parameter: counted (formula)", *names, "counted", "formula"], rows))
+display(plots.Table(["bytes per parameter: counted (formula)", *names, "sum, counted", "sum, formula"], rows))
 widgets.revealed(lab, "stage1", 100 * sum(counted(runs[1])) / 16)
 
 # %%
 axes = plots.memory([*runs.values()], title="Peak of a rank, two ranks, by hand")
 
 # %% [markdown]
-# The table counts the bytes between backward and the optimizer update. The picture shows the peak, which also contains temporaries, the memory that operations allocate while they run (*operator workspace*), and in stage 3 the gathered weights of the module in use.
+# The table counts the bytes between backward and the optimizer update. The picture shows the peak, which also contains temporaries (memory that operations allocate while they run) and, in stage 3, the gathered weights of the module in use.
 #
 # ### What no stage makes smaller
 #
@@ -325,14 +327,14 @@ plots.Table(["after forward", "weights", "gradients", "states", "activations", "
 #
 # ### What each stage sends
 #
-# In the usual *ring*, each rank sends to the next one, piece by piece. A reduce-scatter or an all-gather sends (N-1)/N of a tensor. An all-reduce does both, so it sends twice as much. The table's unit, "times the weights", is one all-gather of all weights: 4 P(N-1)/N bytes. The *volume* is calculated from the messages; the network's own counter gives the last column. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
+# Usually ranks send in a *ring*: each sends to the next one, piece by piece. A reduce-scatter or an all-gather sends (N-1)/N of a tensor. An all-reduce does both, so it sends twice as much. The table's unit, "times the weights", is one all-gather of all weights: 4 P(N-1)/N bytes. The *volume* is calculated from the messages; the last column comes from the network device's byte counter. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
 
 # %%
-UNITS = {"allreduce": 2, "reduce_scatter_base": 1, "allgather_base": 1}
+UNITS = {"allreduce": 2, "reduce_scatter_base": 1, "allgather_base": 1}  # by torch's names
 
 
 def volume(run, task=task):
-    """Return what a rank sends in a step, in units of the weights' bytes x (ranks - 1) / ranks."""
+    """Return what a rank sends in a step, in units of one all-gather of all weights; (N - 1) / N cancels."""
     return sum(UNITS[kind] * size for kind, size in run.value["sent"]) / (4 * task.parameters())
 
 
@@ -352,9 +354,9 @@ plots.Table(["", "messages in a step", "volume, times the weights", "on the wire
 #
 # 1. Before the embeddings run in forward, an all-gather joins their weights. Afterwards each rank keeps only its shard.
 # 2. Backward needs the whole weights again: the same all-gather.
-# 3. When the last of their gradients is there, a reduce-scatter leaves each rank its shard of the sum.
+# 3. When the embeddings' last gradient is there, a reduce-scatter leaves each rank its shard of the sum.
 #
-# Each module sends these three messages, so stage 3 sends 3 times the weights. By the formula, stages 1 and 2 send what DDP sends: they split its all-reduce into a reduce-scatter and an all-gather, and put the update in between. Stage 3 gathers the weights twice, so it sends half as much again ([Rajbhandari and others](https://arxiv.org/abs/1910.02054)). It also cannot send everything at the end: each module waits for its weights.
+# Each module sends these three messages, so stage 3 sends 3 times the weights. By the formula, stages 1 and 2 send what DDP sends: they split its all-reduce into a reduce-scatter and an all-gather, and put the update in between. Stage 3 gathers the weights twice, so it sends half as much again ([Rajbhandari and others](https://arxiv.org/abs/1910.02054)). Stage 3 also cannot send everything at the end: each module waits for its weights.
 #
 # **The wire carries more than the formula**: gloo, the library that connects these CPU ranks, sends a reduce-scatter as a whole all-reduce.
 #
@@ -362,7 +364,7 @@ plots.Table(["", "messages in a step", "volume, times the weights", "on the wire
 #
 # ### More ranks, and accumulation
 #
-# The crosses in the next picture are counted: with two ranks as above, and with four ranks of a smaller model. These four ranks divide each step into two micro-batches.
+# The next cell counts again, with four ranks of a smaller model that divide each step into two micro-batches: the table's last column. (Its first row is DDP's formula.) The picture's crosses are counted with two and four ranks.
 
 # %%
 little = Task("bert-tiny", seq_len=16, config=no_dropout | {"num_hidden_layers": 2})
@@ -385,7 +387,7 @@ axes.set_xscale("log", base=2)
 _ = axes.set_xticks(ranks, ranks)
 
 # %% [markdown]
-# - **More ranks:** stages 1 and 2 approach a floor of 8 and 4 bytes per parameter. Stage 3 has no floor. Only stage 3 lets the model grow with the number of devices.
+# - **More ranks:** stages 1 and 2 approach a floor of 8 and 4 bytes per parameter. Stage 3 has no floor: only it lets the model grow with the number of devices.
 # - **Accumulation:** with two micro-batches instead of one, stages 2 and 3 send more. A rank that does not keep whole gradients has to reduce them after every micro-batch, and stage 3 also gathers the weights for each micro-batch.
 #
 # ### The library: FSDP2
@@ -394,13 +396,13 @@ _ = axes.set_xticks(ranks, ranks)
 
 
 # %%
-def with_fsdp(task, steps=3, samples=4, reshard=True, copies=1):
+def with_fsdp(task, steps=3, samples=4, reshard=True, replicas=1):
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
     model, losses, gradients, rank, ranks = task.build_model(), [], [], dist.get_rank(), dist.get_world_size()
-    sides = {"copies": copies, "shares": ranks // copies} if copies > 1 else {"shares": ranks}
-    mesh = dist.init_device_mesh("cpu", (*sides.values(),), mesh_dim_names=(*sides,))
+    sizes = {"replicas": replicas, "shards": ranks // replicas} if replicas > 1 else {"shards": ranks}
+    mesh = dist.init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
     for part in (model.bert.embeddings, *model.bert.encoder.layer, model):
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard)  # new
     optimizer = torch.optim.AdamW(model.parameters())
@@ -433,13 +435,13 @@ head = ["bytes per parameter", *names, "messages in a step", "peak"]
 plots.Table(head, [fsdp_row(run) for run in (runs[3], fsdp, no_reshard)])
 
 # %% [markdown]
-# Our stage 3 and torch's store the same bytes. torch sends fewer messages, because here it gathers pooler and classifier together.
+# Our stage 3 and torch's store the same bytes. torch sends fewer messages, because we let it gather pooler and classifier together.
 #
 # `reshard_after_forward=False` (third row) keeps all gathered weights until backward. This saves one all-gather per module, but the peak contains the whole weights: use it if they fit and the link is slow.
 #
 # > **On a GPU:** the Trainer's switch is `TrainingArguments(fsdp=True)`. It needs accelerators: on CPU ranks accelerate 1.15 ignores it and trains with DDP (the lab warns).
 #
-# How much would a GPU need? The estimate traces one rank of FSDP2, and of DeepSpeed (next section), which stores more than the formula says:
+# How much would a GPU need? The estimate traces one rank of FSDP2, and one of DeepSpeed (next section). DeepSpeed stores more than the formula says:
 
 
 # %%
@@ -533,18 +535,16 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 # - The row *on the host* saves nothing here: a CPU rank's memory is the host's.
 #
 # ### What held: bytes
-#
-# Two claims are about the bytes that sharding saves.
 
 # %% tags=["claim"]
 if libraries:  # DeepSpeed: bytes that a second rank saves / half of the bytes that the stage shards, fp32 copy included
-    cut = {
+    saved_parts = {  # 12 = states 8 + fp32 copy 4; 16 and 20: with gradients 4, and with weights 4
         stage: (libraries[stage, 1] - libraries[stage, 2]) / (size / 2) for stage, size in ((1, 12), (2, 16), (3, 20))
     }
 else:  # FSDP2
-    cut = {3: (16 - sum(counted(fsdp))) / (16 / 2)}
-note = f"two ranks, {'DeepSpeed' if libraries else 'FSDP2'}: {', '.join(f'stage {n} {part:.2f}' for n, part in cut.items())}"
-display(claims.check("zero-saves", min(cut.values()), note=note))
+    saved_parts = {3: (16 - sum(counted(fsdp))) / (16 / 2)}
+note = f"two ranks, {'DeepSpeed' if libraries else 'FSDP2'}: {', '.join(f'stage {n} {part:.2f}' for n, part in saved_parts.items())}"
+display(claims.check("zero-saves", min(saved_parts.values()), note=note))
 claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes, note="two ranks, by hand")
 
 # %% [markdown]
@@ -552,14 +552,14 @@ claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes,
 #
 # ## Part 2: when shards alone do not help
 #
-# The model still does not fit, or the link between the hosts is slow. What else can you move, and when does it pay? Part 2 shows sharding within a host, states on the host and in a file, and a decision tree.
+# The model still does not fit, or the link between the hosts is slow. What else can you move, and when does it pay?
 #
 # ### Slow links between hosts: HSDP
 #
 # **HSDP**, hybrid sharding, arranges the ranks in a two-dimensional mesh: here in 2 rows of 2 ranks. The ranks of a row, joined by a fast link inside a host, shard the weights. The rows are replicas. Over the slow link between the rows only the shards of the gradients are summed. A rank stores 16 P divided by the number of ranks *in a row*.
 
 # %%
-hybrid = lab.run(partial(with_fsdp, copies=2), "four ranks, 2 x 2", task=little, processes=4, **counting)
+hybrid = lab.run(partial(with_fsdp, replicas=2), "four ranks, 2 x 2", task=little, processes=4, **counting)
 plots.Table(head, [fsdp_row(hybrid, little)])
 
 # %% [markdown]
@@ -577,6 +577,7 @@ def on_the_host(task, offload, steps=3):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = task.build_model().to(device)
     weights = [*model.parameters()]
+    # The host's copy of the weights:
     masters = [weight.detach().to("cpu", copy=True) for weight in weights] if offload else weights
     optimizer = torch.optim.AdamW(masters)  # its states are stored where its weights are
     for step in range(steps):
@@ -605,6 +606,7 @@ if lab.machine.kind == "cuda":
 # How many tokens does your link need? Change the link and the speed of the card.
 
 # %% tags=["widget"]
+# An all-reduce sends 2 bytes twice, stage 3 three times; offload moves them to the host and back.
 RATES = {"DDP": 2 * 2, "stage 3": 3 * 2, "offload of the states": 2 + 2}  # bytes per parameter, bf16, many ranks
 
 
@@ -630,9 +632,9 @@ _ = widgets.explore(binding, link_GB_s=[50, 16, 32, 450], busy_TFLOPs=[400, 60, 
 #
 # ### States in a file
 #
-# DeepSpeed's second remedy is `{"device": "nvme", "nvme_path": ...}`. It needs an extension that is compiled against libaio (`make build/deepspeed DS_BUILD_AIO=1`, some minutes). If you have built it, it has a row in DeepSpeed's table above.
+# DeepSpeed offloads to files with `{"device": "nvme", "nvme_path": ...}`. This needs an extension that is compiled against libaio (`make build/deepspeed DS_BUILD_AIO=1`, some minutes). If you have built it, it has a row in DeepSpeed's table above.
 #
-# Without DeepSpeed, `numpy.memmap` makes an array whose bytes are those of a file. Are these bytes still in memory? The cell counts memory that the system cannot take back (`RssAnon` in `/proc/self/status`, and files in `/dev/shm`, which are memory).
+# Without DeepSpeed, `numpy.memmap` makes an array whose bytes are those of a file. Are these bytes still in memory? The cell counts memory that the system cannot take back (in `/proc/self/status`: `RssAnon`, and `RssShmem` for files in `/dev/shm`).
 
 
 # %%
@@ -735,7 +737,7 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 #
 # The guide's tree has two branches. If the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits, because each later one sends more or waits longer. A card always needs room for its activations and for its largest layer, which is there whole. With offload, the host or a disk needs room for the bytes that leave the card.
 #
-# `parallelism` walks the same tree for a real model. It uses no formula: it traces one rank of each layout, so the bytes are the estimate's. Messages are counted as in a ring. It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards: over a fast link, over a slow link, and on cards that are too small.
+# `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each layout. Messages are counted as in a ring. It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards: over a fast link, over a slow link, and on cards that are too small.
 
 
 # %%
@@ -775,7 +777,7 @@ for question in ({"card_bytes": "80GB"}, {"card_bytes": "80GB", "slow_link": Tru
 #
 # Write `answer(ranks, link, pcie)` for fp32 with AdamW. In each step, a rank may send at most `link` bytes per parameter to other ranks, and move at most `pcie` bytes per parameter over PCIe. Which stage (0 to 3) takes the least device memory per rank, and should its states be offloaded? Return both, for example `(0, False)`.
 #
-# Offload moves the gradients of a rank's shard to the host and its weights back. The check draws new cases each time, from 2 to 64 ranks.
+# Offload moves the gradients of a rank's shard to the host and its weights back. A step has one micro-batch. The check draws new cases each time, from 2 to 64 ranks, and skips cases that no stage meets.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -791,10 +793,10 @@ answer = None  # def answer(ranks, link, pcie): ...
 # %% tags=["check"] jupyter={"source_hidden": true}
 def costs(stage, offload, ranks):
     """Return the bytes per parameter on the device, to other ranks, over PCIe; the volumes are those of the table."""
-    share = 1 if stage == 0 else 1 / ranks
+    shard = 1 if stage == 0 else 1 / ranks
     states = formula(stage, ranks)[2]
     sent = sends[stage] * 4 * (ranks - 1) / ranks
-    return sum(formula(stage, ranks)) - offload * states, sent, offload * 8 * share
+    return sum(formula(stage, ranks)) - offload * states, sent, offload * 8 * shard
 
 
 def check_choice(answer):

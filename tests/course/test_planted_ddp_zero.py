@@ -60,7 +60,7 @@ class TestSameGradients:
     """
 
     def value(self, lab, ranks, stage, plant=None):
-        cells = ("class Traffic", "class Row", "class Part", "def train(", "def finish(")
+        cells = ("class Traffic", "class FlatParameter", "class ShardedParameter", "def train(", "def finish(")
         names = lesson("16_zero", *cells, plant=plant)
         run = lab.run(partial(names["train"], stage=stage), task=TASK, processes=ranks, measure=("none",))
         assert run.ok, run.message
@@ -68,7 +68,7 @@ class TestSameGradients:
 
     def test_sums_that_are_not_divided_stop_the_lesson_though_the_losses_agree(self, lab):
         one, right = self.value(lab, 1, 0), self.value(lab, 2, 2)
-        wrong = self.value(lab, 2, 2, ("shard = shard.div_(self.ranks)", "shard = shard"))
+        wrong = self.value(lab, 2, 2, ("own = own.div_(self.ranks)", "own = own"))
         text = next(
             cell for cell in (SOURCES / "16_zero.py").read_text("utf-8").split("# %%") if "def same(run)" in cell
         )
@@ -275,12 +275,12 @@ class TestOffload:
 
 class TestZero:
     @pytest.mark.nightly
-    def test_ranks_that_only_copy_each_other_split_nothing(self, lab):
+    def test_replicas_alone_shard_nothing(self, lab):
         names = lesson("16_zero", "class Traffic", "def with_fsdp(")
         kinds = ("weights", "gradients", "optimizer_states")
         verdicts = []
-        for copies in (1, 2):
-            each = partial(names["with_fsdp"], steps=2, copies=copies)
+        for replicas in (1, 2):
+            each = partial(names["with_fsdp"], steps=2, replicas=replicas)
             run = lab.run(each, task=TASK, processes=2, measure=("memory",), use_cpu=True)
             assert run.ok, run.message
             kept = sum(run.memory.phase_breakdowns["backward"][kind] for kind in kinds) / TASK.parameters()
