@@ -6,13 +6,13 @@
 # **You will see**
 # - a block split through its matrices and a model split into stages: the same gradients as the whole model, with about half of the weights on each rank
 # - the messages that each split sends, counted one by one, and therefore which group of ranks needs the fast link
-# - how much of the time the devices of a pipeline compute, measured and drawn, and a schedule that stores fewer activations in the same time
+# - how much of the time the devices of a pipeline compute, measured and drawn, and an order of micro-batches that stores fewer activations in the same time
 #
 # **Time:** plan 60 minutes. The cells run for 1 to 2 minutes on two CPU cores.
 #
 # **Before you start:** lesson 05 (micro-batches), lesson 15 (DDP, all-reduce) and lesson 16 (ZeRO, shards).
 #
-# **What a CPU cannot show:** the seconds of GPUs and of the links between them. The ranks are processes that share cores and memory. Their bytes, messages and gradients are as real as on GPUs.
+# **What a CPU cannot show:** the seconds of GPUs and of the links between them. The ranks are processes that share cores and memory, but their bytes, messages and gradients are real.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -53,7 +53,7 @@ WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 128, 4, 4, 256, 64
 # Data parallelism (lesson 15) puts the whole model on every device. If the model does not fit there, the model itself must be distributed. There are two ways:
 #
 # - **Tensor parallelism** splits *through* layers: each rank stores a shard of every matrix, and all ranks work on the same tokens at the same time.
-# - **Pipeline parallelism** splits *between* layers: each rank stores a **stage**, which is some whole layers, and sends its output to the next rank.
+# - **Pipeline parallelism** splits *between* layers: each rank stores a **stage** (not one of ZeRO's), which is some whole layers, and sends its output to the next rank.
 #
 # (ZeRO, lesson 16, also shards the weights, but gathers each layer before the layer computes. Here no weight ever moves.)
 #
@@ -74,7 +74,7 @@ exercises.question(
         "yes, each device has half of the work": "Half of the work, but when? Stages wait for each other, and shards of a "
         "matrix wait for a sum in every layer. There is a gain only if the waiting is short compared with the work.",
         "it may, but that is not what it is for": "It is for models that do not fit. A model that fits is usually "
-        "trained faster by replicas: they meet once per step, not in every layer.",
+        "trained faster by data parallelism: its replicas exchange messages once per step, not in every layer.",
         "no, it never can": "Two devices that both work are faster than one. How much of the time they do is measured "
         "below.",
     },
@@ -87,11 +87,11 @@ exercises.question(
 # `linear` multiplies its input by a matrix. The matrix can be split in two ways:
 #
 # - **by columns**, that is by outputs: each shard computes some of the outputs, from *all* inputs;
-# - **by rows**, that is by inputs: each shard takes some of the inputs, and computes a *summand* of every output.
+# - **by rows**, that is by inputs: each shard takes some of the inputs, and computes a *partial sum* of every output.
 #
-# (The names belong to a matrix of inputs x outputs. torch stores its transpose, so a split by columns cuts torch's dimension 0.)
+# (The names belong to a matrix of inputs x outputs. torch stores its transpose, outputs x inputs, so a split by columns splits torch's dimension 0.)
 #
-# The cell below splits one matrix in each way, then two matrices with a gelu between them. It compares every result with that of the whole matrices; if it prints nothing, all are equal.
+# The cell below splits one matrix in each way, then two matrices with a gelu between them. It compares every result with that of the whole matrices; it prints nothing if all are equal.
 
 # %%
 torch.manual_seed(0)
@@ -112,13 +112,13 @@ exercises.question(
     {
         "the matrices would not fit together": "They would: the sum of the first two results could be split for the second.",
         "gelu needs the sum, so there would be a message between them": "Split by rows, the first matrix gives two "
-        "summands, and gelu(a) + gelu(b) is not gelu(a + b). Split by columns, it gives each rank finished outputs.",
+        "partial sums, and gelu(a) + gelu(b) is not gelu(a + b). Split by columns, it gives each rank finished outputs.",
     },
     right="gelu needs the sum, so there would be a message between them",
 )
 
 # %% [markdown]
-# So the *pair* needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a summand of the gradient of the pair's input, and one all-reduce adds them up. NVIDIA's Megatron-LM has a function for each end of a pair, and so do we. `Into`, at the pair's start, passes the input on unchanged in forward, and sums the gradients in backward. `OutOf`, at the pair's end, sums the outputs in forward, and passes the gradient on unchanged in backward. Attention is split by heads: query, key and value by columns, the output by rows.
+# So this *pair* of matrices needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a partial sum of the gradient of the pair's input, and one all-reduce adds them up. As in NVIDIA's library Megatron-LM, each end of a pair has a function. `Into`, at the pair's start, passes the input on unchanged in forward, and sums the gradients in backward. `OutOf`, at the pair's end, sums the outputs in forward, and passes the gradient on unchanged in backward. Attention is such a pair, too: query, key and value are split by columns, so that each rank has whole heads, and the output by rows.
 #
 # What do the shards send? The next four cells define a transformer block (attention and MLP) and a rank's shard of it. Then two real processes, connected by gloo, run the block in shards. `Traffic`, the dispatch mode of lesson 15, records the operations that send something to other ranks.
 
@@ -178,19 +178,19 @@ def build(layers=LAYERS, width=WIDTH, words=VOCABULARY):
 
 
 # %%
-CUT = {"query": 0, "key": 0, "value": 0, "up": 0, "output": 1, "down": 1}  # 0: by columns, 1: by rows
+SPLITS = {"query": 0, "key": 0, "value": 0, "up": 0, "output": 1, "down": 1}  # 0: by columns, 1: by rows
 
 
-class CutBlock(Block):
+class ShardedBlock(Block):
     """This rank's tensor-parallel shard of a block."""
 
-    def __init__(self, block, rank, parts, group=None):
+    def __init__(self, block, rank, shards, group=None):
         nn.Module.__init__(self)
-        self.norm1, self.norm2, self.heads, self.group = block.norm1, block.norm2, block.heads // parts, group
-        for name, dimension in CUT.items():
+        self.norm1, self.norm2, self.heads, self.group = block.norm1, block.norm2, block.heads // shards, group
+        for name, dimension in SPLITS.items():
             whole = getattr(block, name).weight.detach()
-            setattr(self, name, nn.Linear(1, 1, bias=False))
-            getattr(self, name).weight = nn.Parameter(whole.chunk(parts, dimension)[rank].clone())
+            setattr(self, name, nn.Linear(1, 1, bias=False))  # gets its weight, a shard, in the next line
+            getattr(self, name).weight = nn.Parameter(whole.chunk(shards, dimension)[rank].clone())
 
     def attention(self, x):
         return OutOf.apply(super().attention(Into.apply(x, self.group)), self.group)  # new
@@ -217,7 +217,7 @@ class Traffic(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def meet(gpus=gpus2):
+def join_ranks(gpus=gpus2):
     """Join the other ranks; return this rank's number, how many ranks there are, and its device."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1 and not dist.is_initialized():
@@ -227,8 +227,8 @@ def meet(gpus=gpus2):
 
 # %%
 def one_block(task, tokens):
-    rank, ranks, device = meet()
-    part, found = CutBlock(build(1)[1].to(device), rank, ranks), []
+    rank, ranks, device = join_ranks()
+    part, found = ShardedBlock(build(1)[1].to(device), rank, ranks), []
     for count in tokens:
         with Traffic() as forward:
             y = part(torch.randn(1, count, WIDTH, device=device).requires_grad_())
@@ -238,13 +238,14 @@ def one_block(task, tokens):
     return found
 
 
-def two(function, name, task=None, processes=2, measure="value", **options):
-    """Run a function on two ranks and return both results; measure="none" if it reads a clock."""
+def on_ranks(function, name, task=None, processes=2, measure="value", **options):
+    """Run a function on two or more ranks and return their results; measure="none" if it reads a clock."""
     run = lab.run(partial(function, **options), name, task=task, processes=processes, measure=measure)
     return [rank["value"] for rank in run.ranks]
 
 
-rows = [[*row, [size for _, size in seen]] for *row, seen in two(one_block, "half a block", tokens=(64, 256, 1024))[0]]
+counted = on_ranks(one_block, "half a block", tokens=(64, 256, 1024))[0]
+rows = [[*row, [size for _, size in seen]] for *row, seen in counted]
 rows = [[count, phase, len(sizes), sum(sizes), sum(sizes) / (4 * count * WIDTH)] for count, phase, sizes in rows]
 plots.Table(["tokens", "phase", "all-reduces", "bytes", "bytes / (4 B x tokens x width)"], rows)
 
@@ -253,7 +254,7 @@ plots.Table(["tokens", "phase", "all-reduces", "bytes", "bytes / (4 B x tokens x
 #
 # ### Embedding and head
 #
-# Embedding and head have a row for each word of the vocabulary, and each rank stores the rows of some words.
+# Embedding and head (the last layer) have a row for each word of the vocabulary, and each rank stores the rows of some words.
 #
 # - *Embedding*: a rank looks up the words that it stores, and writes zeros for the others. The sum over the ranks is the embedding.
 # - *Head*: a rank computes the scores of its own words. No rank needs all scores, because the loss needs only three numbers per token: the largest score, the sum of the exponentials, and the score of the right word.
@@ -262,14 +263,14 @@ plots.Table(["tokens", "phase", "all-reduces", "bytes", "bytes / (4 B x tokens x
 
 
 # %%
-class CutWords(nn.Module):
+class ShardedWords(nn.Module):
     """This rank's rows of an embedding or a head: those of its words."""
 
-    def __init__(self, layer, rank, parts, group=None):
+    def __init__(self, layer, rank, shards, group=None):
         super().__init__()
-        self.group, self.is_head, self.first = group, isinstance(layer, nn.Linear), rank * len(layer.weight) // parts
+        self.group, self.is_head, self.first = group, isinstance(layer, nn.Linear), rank * len(layer.weight) // shards
         for name, whole in layer.named_parameters():
-            setattr(self, name, nn.Parameter(whole.detach().chunk(parts)[rank].clone()))
+            setattr(self, name, nn.Parameter(whole.detach().chunk(shards)[rank].clone()))
 
     def forward(self, x):
         if self.is_head:
@@ -283,8 +284,8 @@ def pick(rows, number):
     return rows[number.clamp(0, len(rows) - 1)] * stored[..., None]
 
 
-def cut_through(model, *place):
-    kinds = {Block: CutBlock, nn.Embedding: CutWords, nn.Linear: CutWords}
+def shard_layers(model, *place):  # place: rank, shards, group
+    kinds = {Block: ShardedBlock, nn.Embedding: ShardedWords, nn.Linear: ShardedWords}
     return nn.Sequential(*(kinds[type(layer)](layer, *place) for layer in model))
 
 
@@ -297,12 +298,12 @@ def stage_of(model, stage, stages):
     return model[ends[stage] : ends[stage + 1]], around
 
 
-def fullest(stages, parts, words=VOCABULARY):
-    """Return the MB of weights on the fullest of stages x parts ranks; None if there are too few blocks or heads."""
-    if LAYERS % stages or HEADS % parts:
+def fullest(stages, shards, words=VOCABULARY):
+    """Return the MB of weights on the fullest of stages x shards ranks; None if there are too few blocks or heads."""
+    if LAYERS % stages or HEADS % shards:
         return None
     every = [stage_of(build(words=words), stage, stages)[0] for stage in range(stages)]
-    every = [cut_through(layers, part, parts) for layers in every for part in range(parts)]
+    every = [shard_layers(layers, shard, shards) for layers in every for shard in range(shards)]
     return max(sum(weight.nbytes for weight in layers.parameters()) for layers in every) / 1e6
 
 
@@ -316,13 +317,13 @@ plots.Table(
 # %% [markdown]
 # ## By hand: stages
 #
-# A pipeline sends activations forward and their gradients back, one message each per **micro-batch** (a part of the batch). The **schedule** of a stage is the order in which it computes. Two schedules are common, and a third reduces waiting:
+# A pipeline sends activations forward and their gradients back, one message each per **micro-batch** (a part of the batch). The **schedule** of a stage is the order in which it computes. Two schedules are common, and with a third the ranks wait less:
 #
 # - **GPipe** runs all forward passes, then all backward passes.
 # - **1F1B** ("one forward, one backward") alternates forward and backward passes as soon as possible.
-# - **Interleaved** gives each rank two shorter pieces of the model instead of one long piece. The next rank can begin sooner, but on two ranks there are three borders to send over instead of one.
+# - **Interleaved** gives each rank two shorter pieces of the model instead of one long piece. The next rank can begin sooner. But with pieces 0 and 2 on rank 0, activations cross three borders instead of one.
 #
-# The next cell prints the first two for two stages and four micro-batches: `F0` is the forward pass of micro-batch 0, `B0` its backward pass. The four cells after it are plumbing, and you can skip them: they receive and send, prepare each rank's layers, train, and compare gradients.
+# The next cell prints the first two for two stages and four micro-batches: `F0` is the forward pass of micro-batch 0, `B0` its backward pass. You can skip its code and the four cells after it: they receive and send, prepare each rank's layers, train, and compare gradients.
 
 
 # %%
@@ -402,18 +403,18 @@ def pipeline(
 
 
 # %%
-def place(way, order="1F1B", parts=1, gpus=gpus2, samples=16):  # a rank's layers, and the other arguments of `pipeline`
-    rank, ranks, device = meet(gpus)
+def place(way, order="1F1B", micro_batches=1, gpus=gpus2, samples=16):  # layers, and other arguments of `pipeline`
+    rank, ranks, device = join_ranks(gpus)
     model, (ids, labels), stage, given = build().to(device), sequences(device, samples), (0, 1), {}
     if way == "tensor":
-        model, given = cut_through(model, rank, ranks), {"loss": loss_in_parts}
+        model, given = shard_layers(model, rank, ranks), {"loss": loss_in_parts}
     elif way == "data":
         model, ids, labels = DDP(model), ids[rank::ranks], labels[rank::ranks]
     elif way == "pipeline":
         model, given = stage_of(model, *(stage := (rank, ranks)))
         given["ways"] = dist.new_group(), dist.new_group()  # NCCL needs a separate order for each direction
-    given |= {"ids": ids.chunk(parts), "labels": labels.chunk(parts)}
-    return model, given | {"actions": schedule(order, *stage, parts)}
+    given |= {"ids": ids.chunk(micro_batches), "labels": labels.chunk(micro_batches)}
+    return model, given | {"actions": schedule(order, *stage, micro_batches)}
 
 
 def train(task, way="one", steps=5, frugal=False, **options):
@@ -432,7 +433,7 @@ def train(task, way="one", steps=5, frugal=False, **options):
 # %%
 def gradients(task, ways):
     """Return for each way the largest difference from a gradient on one device / the largest number in it."""
-    rank, ranks, device = meet()
+    rank, ranks, device = join_ranks()
     whole, (ids, labels), found = build().to(device), sequences(device), {}
     cross_entropy(whole(ids).flatten(0, 1), labels.flatten()).backward()  # the whole batch on one device
     for way, options in ways.items():
@@ -442,14 +443,14 @@ def gradients(task, ways):
         for name, weight in layers.named_parameters():
             name = name.removeprefix("module.")  # DDP adds this
             truth, layer = whole.get_parameter(name).grad, name.split(".")[-2]
-            dimension = 0 if layer.isdigit() else CUT.get(layer)  # embedding and head have a number for a name
+            dimension = 0 if layer.isdigit() else SPLITS.get(layer)  # embedding and head have a number for a name
             if options["way"] == "tensor" and dimension is not None:
                 truth = truth.chunk(ranks, dimension)[rank]
-            found[way].append(apart(weight.grad, truth))
+            found[way].append(relative_difference(weight.grad, truth))
     return {way: max(each) for way, each in found.items()}
 
 
-def apart(one, other):
+def relative_difference(one, other):
     """Return the largest difference / the largest number in `other`."""
     return ((one - other).abs().max() / other.abs().max()).item()
 
@@ -463,7 +464,7 @@ def apart(one, other):
 
 # %%
 WAYS = {"data parallel": {"way": "data"}, "tensor parallel": {"way": "tensor"}}
-WAYS |= {f"pipeline, {order}": {"way": "pipeline", "parts": 8, "order": order} for order in ("GPipe", "1F1B")}
+WAYS |= {f"pipeline, {order}": {"way": "pipeline", "micro_batches": 8, "order": order} for order in ("GPipe", "1F1B")}
 
 
 def each_rank(name, steps=5, **options):
@@ -480,10 +481,12 @@ for name, options in {"one device": {}, **WAYS}.items():
     losses[name], _ = runs[name][-1]["value"]  # the last stage has the loss
     peak, sent = (max(values) / 1e6 for values in zip(*((rank["peak_bytes"], rank["value"][1]) for rank in runs[name])))
     rows.append([name, max(weights) / 1e6, largest[name], peak, sent, losses[name][-1]])
-display(plots.Table(["way", "weights, MB", "/ one device", "peak, MB", "sent per step, MB", "loss, 5th step"], rows))
-far = two(gradients, "gradients", measure="none", ways=WAYS)
-far = {name: max(rank[name] for rank in far) for name in WAYS}
-plots.Table(["way", "largest difference / largest gradient"], [[name, f"{most:.0e}"] for name, most in far.items()])
+titles = ["way", "weights, MB", "weights / one device", "peak, MB", "sent per step, MB", "loss, 5th step"]
+display(plots.Table(titles, rows))
+differences = on_ranks(gradients, "gradients", measure="none", ways=WAYS)
+differences = {name: max(rank[name] for rank in differences) for name in WAYS}
+rows = [[name, f"{most:.0e}"] for name, most in differences.items()]
+plots.Table(["way", "largest difference / largest gradient"], rows)
 
 # %% [markdown]
 # Each replica stores everything. With tensor or pipeline parallelism a rank stores about half of the weights, and the gradients are those of one device. (The loss in the row of data parallelism is that of one replica's samples.)
@@ -547,9 +550,9 @@ def simulate(schedule_of, stages, micro_batches, seconds=(1.0, 2.0)):
 
 
 ORDERS = {name: partial(schedule, name) for name in ("GPipe", "1F1B", "interleaved")}
-for order, stages, parts in product(ORDERS, (2, 4, 8), (8, 32)):
-    formula = (stages - 1) / ((1 + (order == "interleaved")) * parts + stages - 1)
-    torch.testing.assert_close(bubble(simulate(ORDERS[order], stages, parts)), formula)
+for order, stages, count in product(ORDERS, (2, 4, 8), (8, 32)):
+    formula = (stages - 1) / ((1 + (order == "interleaved")) * count + stages - 1)
+    torch.testing.assert_close(bubble(simulate(ORDERS[order], stages, count)), formula)
 
 
 # %%
@@ -558,36 +561,36 @@ LOOKED_AT += [("data parallel", 1), ("tensor parallel", 1)]
 
 
 def watch(task, turns=6, width=2 * WIDTH):
-    rank, ranks, device = meet()
+    rank, ranks, device = join_ranks()
     (ids, labels), found, alone = sequences(device), [], schedule("GPipe", 0, 1, 1)
-    whole, copy, parts_of, staged = (build(width=width).to(device) for _ in range(4))
+    whole, replica, sharded, staged = (build(width=width).to(device) for _ in range(4))
     stage, around = stage_of(staged, rank, ranks)
     if gpus2:
         around["ways"] = dist.new_group(), dist.new_group()
-    ways = {"one device": (whole, {}), "data parallel": (DDP(copy), {})}
-    ways["tensor parallel"] = cut_through(parts_of, rank, ranks), {"loss": loss_in_parts}
-    for _, (name, parts) in product(range(turns), LOOKED_AT):
+    ways = {"one device": (whole, {}), "data parallel": (DDP(replica), {})}
+    ways["tensor parallel"] = shard_layers(sharded, rank, ranks), {"loss": loss_in_parts}
+    for _, (name, count) in product(range(turns), LOOKED_AT):
         dist.barrier()
         found.append([])
         layers, given = ways.get(name, (stage, around))
-        actions = alone if name in ways else schedule(name, rank, ranks, parts)
+        actions = alone if name in ways else schedule(name, rank, ranks, count)
         shard = (each[rank::ranks] if name == "data parallel" else each for each in (ids, labels))
         if name != "one device" or rank == 0:
-            pipeline(layers, actions, *(each.chunk(parts) for each in shard), width=width, seen=found[-1], **given)
+            pipeline(layers, actions, *(each.chunk(count) for each in shard), width=width, seen=found[-1], **given)
     return found[len(LOOKED_AT) :]  # the first turn is a warm-up
 
 
 # %%
-both = two(watch, "watched", measure="none", **lab.sized({}, {"turns": 4, "width": WIDTH}))
+both = on_ranks(watch, "watched", measure="none", **lab.sized({}, {"turns": 4, "width": WIDTH}))
 timed, rows = {}, []
 for row, key in enumerate(LOOKED_AT):
     timed[key] = [[rank[turn] for rank in both] for turn in range(row, len(both[0]), len(LOOKED_AT))]
 alone = [seconds_of(turn[:1]) for turn in timed.pop(LOOKED_AT[0])]
-for (name, parts), turns in timed.items():
+for (name, count), turns in timed.items():
     gain = Ratio.of_pairs([one / seconds_of(turn) for one, turn in zip(alone, turns)], 1.05)  # median and interval
     shares_idle = [bubble(turn) for turn in turns]
-    texts = f"{median(shares_idle):.0%} ({min(shares_idle):.0%} to {max(shares_idle):.0%})", f"{1 / (parts + 1):.0%}"
-    rows.append([name, parts, *(texts if name in ORDERS else ("", "")), str(gain)])
+    texts = f"{median(shares_idle):.0%} ({min(shares_idle):.0%} to {max(shares_idle):.0%})", f"{1 / (count + 1):.0%}"
+    rows.append([name, count, *(texts if name in ORDERS else ("", "")), str(gain)])
 display(plots.Table(["way", "micro-batches", "bubble (least to most)", "formula", "speed, times one device"], rows))
 figure, axes = plt.subplots(3, 1, figsize=(8, 5), layout="constrained", dpi=110)
 for ax, key in zip(axes, [("GPipe", 1), ("GPipe", 8), ("1F1B", 8)]):
@@ -599,11 +602,11 @@ widgets.revealed(lab, "together", 100 * max(0, 1 - 2 * median(bubble(turn) for t
 # %% [markdown]
 # With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is messages, unequally long actions and busy cores. (The table has the median of all turns, each picture the fastest turn.)
 #
-# The last two rows answer the question at the start of the lesson, whether two devices make a training faster. On the same batch, replicas meet once per step, tensor-parallel shards in every layer.
+# The last two rows answer the first question: do two devices make a training faster? On the same batch, replicas exchange messages once per step, tensor-parallel shards in every layer.
 #
 # ### What a stage stores
 #
-# Both schedules have the same bubble. So why 1F1B? Because of memory: a stage must keep the activations of each micro-batch that has gone forward and has not come back. The next cell runs four ranks on the CPU, and the lab's meter counts their activations. The cell after it is the simulator, for as many stages as you like.
+# Both schedules have the same bubble. So why 1F1B? Because of memory: a stage must *hold* the activations of each micro-batch from its forward to its backward pass. The next cell runs four ranks on the CPU, and the lab's meter counts their activations. The cell after it is the simulator, for as many stages as you like.
 
 # %%
 STAGES, grown = 4, {}
@@ -615,7 +618,7 @@ def most_held(actions):
 
 
 for order in ("GPipe", "1F1B"):
-    each = partial(train, way="pipeline", steps=2, order=order, parts=8, gpus=False, samples=32)
+    each = partial(train, way="pipeline", steps=2, order=order, micro_batches=8, gpus=False, samples=32)
     run = lab.run(each, f"{STAGES} stages, {order}", processes=STAGES, measure=("memory",), use_cpu=True)
     grown[order] = [rank["breakdown"]["activations"] / 1e6 for rank in run.ranks]
 _, ax = plt.subplots(figsize=(7, 3.4), layout="constrained", dpi=110)
@@ -649,11 +652,9 @@ _ = widgets.explore(
 )
 
 # %% [markdown]
-# GPipe holds all micro-batches on every stage. With 1F1B, stage *s* of *p* never holds more than p - s micro-batches, however many the batch has. So a *larger batch*, with more micro-batches of the same size, shrinks the bubble and takes no more memory.
+# With GPipe every stage holds the activations of all micro-batches. With 1F1B, stage *s* of *p* never holds those of more than p - s, however many the batch has. So a *larger batch*, with more micro-batches of the same size, shrinks the bubble and takes no more memory.
 #
 # ## Change one thing: the libraries
-#
-# torch offers both methods.
 #
 # - *Tensor parallelism*: `parallelize_module` takes a *plan*, which says how to split each named layer, and turns the layers' weights into *DTensors*. A DTensor knows its whole shape, stores this rank's shard, and communicates when it must. The ranks form a *DeviceMesh*, a grid with named dimensions.
 # - *Pipelines*: `torch.distributed.pipelining` has the schedules.
@@ -662,10 +663,10 @@ _ = widgets.explore(
 #
 # - *by hand*: the block from above;
 # - *weights*: a plan that splits the same weights;
-# - *and norm1*: the same plan, but the first norm's output is a DTensor, too. (Why is explained below the cells.)
+# - *and norm1*: the same plan, but the first norm's output is a DTensor, too. (Explained below.)
 # - *tokens*: a plan with **sequence parallelism**. So far each rank computed whatever is *between* the pairs (the norms and the residual connection) for all tokens. Now it computes this for its own tokens only. The all-reduce that ends a pair becomes a reduce-scatter, and an all-gather begins the next pair. A ring all-reduce consists of just these two, so the bytes on the wire stay the same. (The gradients of the norms' own weights must then be summed over the ranks.)
 #
-# Two cells follow the table. The first trains our model in torch's pipelines. The second splits a small Llama of transformers.
+# After the table, one cell trains our model in torch's pipelines, and one splits a small Llama of transformers.
 
 
 # %%
@@ -674,8 +675,8 @@ def plans():
     from torch.distributed.tensor import Replicate, Shard, parallel
 
     rows, columns, norms = parallel.RowwiseParallel, parallel.ColwiseParallel, ("norm1", "norm2")
-    weights = {name: rows() if dimension else columns() for name, dimension in CUT.items()}
-    tokens = {name: rows(output_layouts=Shard(1)) if dimension else columns() for name, dimension in CUT.items()}
+    weights = {name: rows() if dimension else columns() for name, dimension in SPLITS.items()}
+    tokens = {name: rows(output_layouts=Shard(1)) if dimension else columns() for name, dimension in SPLITS.items()}
     tokens |= {name: parallel.SequenceParallel() for name in norms}
     whole = {"desired_output_layouts": Replicate(), "use_local_output": False}
     once, gather = (parallel.PrepareModuleOutput(output_layouts=now, **whole) for now in (Replicate(), Shard(1)))
@@ -710,12 +711,12 @@ def kept(block, x):
 def torch_tensor_parallel(task):
     from torch.distributed.tensor.parallel import parallelize_module
 
-    rank, ranks, device = meet()
+    rank, ranks, device = join_ranks()
     mesh, found, outputs = dist.device_mesh.init_device_mesh(device.type, (ranks,)), [], []
     for name, steps in ({"one device": [], "by hand": []} | plans()).items():
         block = build(1)[1].to(device)
         x = torch.randn(1, LENGTH, WIDTH).to(device)  # drawn after the same seed
-        block = CutBlock(block, rank, ranks) if name == "by hand" else block
+        block = ShardedBlock(block, rank, ranks) if name == "by hand" else block
         for step in steps:
             parallelize_module(block, mesh, step)  # new
         block.heads //= ranks if steps else 1
@@ -725,11 +726,11 @@ def torch_tensor_parallel(task):
             y.square().sum().backward()
         outputs.append(local(y.detach()) if name == "tokens" else y.detach().chunk(ranks, 1)[rank])
         wire = sum(size // 2 if "scatter" in kind else size for kind, size in traffic.seen)  # in a ring of two ranks
-        found.append([name, len(traffic.seen), wire, size, apart(outputs[-1], outputs[0])])
+        found.append([name, len(traffic.seen), wire, size, relative_difference(outputs[-1], outputs[0])])
     return found
 
 
-rows = two(torch_tensor_parallel, "parallelize_module")[0]
+rows = on_ranks(torch_tensor_parallel, "parallelize_module")[0]
 torch.testing.assert_close([far_off for *_, far_off in rows], [0.0] * 5, atol=1e-4, rtol=0)
 plots.Table(["plan", "messages", "bytes on the wire", "bytes kept", "output differs by"], rows, "one block, two ranks")
 
@@ -738,25 +739,25 @@ plots.Table(["plan", "messages", "bytes on the wire", "bytes kept", "output diff
 def torch_pipeline(task, order, micro_batches=8):
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    (rank, ranks, device), (ids, labels) = meet(), sequences(meet()[2])
+    (rank, ranks, device), (ids, labels) = join_ranks(), sequences(join_ranks()[2])
     pieces = 2 if order == "interleaved" else 1
     numbers = range(rank, pieces * ranks, ranks)  # of this rank's pieces
     layers = nn.ModuleList(stage_of(build().to(device), number, pieces * ranks)[0] for number in numbers)
     stages = [PipelineStage(each, number, pieces * ranks, device) for each, number in zip(layers, numbers)]
-    plan = schedules.ScheduleInterleaved1F1B if pieces > 1 else schedules.Schedule1F1B
-    plan = plan(stages if pieces > 1 else stages[0], micro_batches, lambda y, right: cross_entropy(y.mT, right))  # new
+    pipe = schedules.ScheduleInterleaved1F1B if pieces > 1 else schedules.Schedule1F1B
+    pipe = pipe(stages if pieces > 1 else stages[0], micro_batches, lambda y, right: cross_entropy(y.mT, right))  # new
     optimizer, losses, given = torch.optim.AdamW(layers.parameters(), lr=1e-3), [], [] if rank else [ids]
     for _ in range(5):
-        parts = []
-        plan.step(*given, **({"target": labels, "losses": parts} if rank == ranks - 1 else {}))  # new
+        found = []  # the micro-batches' losses, on the last rank
+        pipe.step(*given, **({"target": labels, "losses": found} if rank == ranks - 1 else {}))  # new
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(sum(part.item() for part in parts) / micro_batches)
+        losses.append(sum(loss.item() for loss in found) / micro_batches)
     return losses
 
 
 for order in ("1F1B", "interleaved"):
-    torch_losses = two(torch_pipeline, f"torch, {order}", order=order)[-1]
+    torch_losses = on_ranks(torch_pipeline, f"torch, {order}", order=order)[-1]
     torch.testing.assert_close(torch_losses, losses["pipeline, 1F1B"], rtol=1e-4, atol=0)
     print(f"torch's {order}: losses {', '.join(f'{loss:.4f}' for loss in torch_losses)}")
 
@@ -765,7 +766,7 @@ for order in ("1F1B", "interleaved"):
 def llama(task, folder, sizes=None):
     import transformers
 
-    meet()
+    join_ranks()
     given = {"distributed_config": transformers.distributed.DistributedConfig(**sizes)} if sizes else {}
     model = transformers.LlamaForCausalLM.from_pretrained(folder, **given).train()  # new
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), []  # not all are DTensors
@@ -784,9 +785,9 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
     with tempfile.TemporaryDirectory() as folder:
         small.build_model().save_pretrained(folder)  # random weights, in place of a checkpoint
         whole, weights = lab.run(partial(llama, folder=folder), "llama", task=small, measure="value").value
-        cut = two(llama, "llama, cut", small, processes=2 if gpus2 else 4, folder=folder, sizes=sizes)
-    torch.testing.assert_close(cut[0][0], whole, rtol=1e-3, atol=0)
-    print(f"{sizes}: equal losses; a rank stores {max(held for _, held in cut) / weights:.0%} of the weights at most")
+        split = on_ranks(llama, "llama, cut", small, processes=2 if gpus2 else 4, folder=folder, sizes=sizes)
+    torch.testing.assert_close(split[0][0], whole, rtol=1e-3, atol=0)
+    print(f"{sizes}: equal losses; a rank stores {max(size for _, size in split) / weights:.0%} of the weights at most")
 
 # %% [markdown]
 # Outputs and losses are those of one device. Traffic and memory depend on the plan:
@@ -798,42 +799,43 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 #
 # The last cell used transformers. A model brings its own plan, `from_pretrained` applies it, and each rank reads only its own shard. The four ranks were a **2D mesh**: two tensor-parallel shards (`tp_size`), each of which FSDP2 (lesson 16) divides again in two (`fsdp_size`). Both FSDP shards got the same samples, so that losses can be compared.
 #
-# `pp_size` makes stages, for inference. Its pull request, [#47289](https://github.com/huggingface/transformers/pull/47289), lists backward among the work that is left.
+# A third size, `pp_size`, makes pipeline stages, for inference: its pull request, [#47289](https://github.com/huggingface/transformers/pull/47289), lists backward as work that is left.
 #
 # > **On a GPU:** each rank needs a GPU of its own. On two GPUs the cell uses `tp_size` alone; on one it trains nothing.
 #
 # ## All three at once
 #
-# Eight ranks form a grid of 2 replicas x 2 stages x 2 tensor-parallel shards. Each rank belongs to three groups. It communicates
+# Eight ranks form a grid of 2 replicas x 2 stages x 2 tensor-parallel shards. Each rank communicates in three groups:
 #
 # - with the other shard of its layers: in each layer;
 # - with the neighbouring stage: for each micro-batch;
-# - with its twin in the other replica: once per step.
+# - with the rank of the same weights in the other replica: once per step.
 #
-# That is **3D parallelism**. The next cell builds it from the functions above. Ranks that are neighbours in the grid's last dimension share a host, so the order of the dimensions decides which group uses which link.
+# That is **3D parallelism**. The next cell builds it from the functions above. On real hosts, ranks that are neighbours in the grid's last dimension share one, so the order of the dimensions decides which group uses which link.
 #
-# The cell after it shows the messages that were counted. The third cell shows three more tables, explained below.
+# The cell after it shows the counted messages; the third, three more tables, explained below.
 
 
 # %%
-def three_d(task, grid=(2, 2, 2), parts=4):
-    meet(gpus=False)
+def three_d(task, grid=(2, 2, 2), micro_batches=4):
+    join_ranks(gpus=False)
     mesh = dist.device_mesh.init_device_mesh("cpu", grid, mesh_dim_names=("data", "pipeline", "tensor"))
-    copies, line, team = (mesh.get_group(name) for name in mesh.mesh_dim_names)
-    (copy, stage, part), (_, stages, ranks) = mesh.get_coordinate(), grid
+    data_group, pipeline_group, tensor_group = (mesh.get_group(name) for name in mesh.mesh_dim_names)
+    (replica, stage, shard), (replicas, stages, shards) = mesh.get_coordinate(), grid
     layers, around = stage_of(build(), stage, stages)
-    layers = cut_through(layers, part, ranks, team)
-    around = {side: rank if rank is None else dist.get_global_rank(line, rank) for side, rank in around.items()}
-    around["loss"] = partial(loss_in_parts, group=team)
-    ids, labels = (rows[copy :: grid[0]].chunk(parts) for rows in sequences())
+    layers = shard_layers(layers, shard, shards, tensor_group)
+    ranks = {side: rank for side, rank in around.items() if rank is not None}
+    around |= {side: dist.get_global_rank(pipeline_group, rank) for side, rank in ranks.items()}
+    around["loss"] = partial(loss_in_parts, group=tensor_group)
+    ids, labels = (rows[replica::replicas].chunk(micro_batches) for rows in sequences())
     optimizer, losses = torch.optim.AdamW(layers.parameters(), lr=1e-3), []
     for _ in range(3):
         with Traffic() as inside:
-            losses.append(pipeline(layers, schedule("1F1B", stage, stages, parts), ids, labels, **around))
+            losses.append(pipeline(layers, schedule("1F1B", stage, stages, micro_batches), ids, labels, **around))
         with Traffic() as between:
             for weight in layers.parameters():
-                dist.all_reduce(weight.grad, group=copies)
-                weight.grad /= grid[0]
+                dist.all_reduce(weight.grad, group=data_group)
+                weight.grad /= replicas
         optimizer.step()
         optimizer.zero_grad()
     words = {"tensor": "allreduce", "pipeline": "send"}
@@ -843,31 +845,34 @@ def three_d(task, grid=(2, 2, 2), parts=4):
 
 
 # %%
-def talk(width, layers, weights, tokens, pipeline, parts, size=4):
+def traffic_formula(width, layers, weights, tokens, pipeline, micro_batches, size=4):
     """Return (messages per step, bytes of each) that a rank of the first stage sends in each of its groups."""
-    passed = size * width * tokens // parts  # activations of a micro-batch, or their gradient
-    sums = (4 * layers // pipeline + 1) * parts  # and one for the embedding
-    return {"tensor": (sums, passed), "pipeline": (parts, passed), "data": (1, size * weights)}
+    passed = size * width * tokens // micro_batches  # activations of a micro-batch, or their gradient
+    sums = (4 * layers // pipeline + 1) * micro_batches  # 2 in forward and 2 in backward per block, 1 per embedding
+    return {"tensor": (sums, passed), "pipeline": (micro_batches, passed), "data": (1, size * weights)}
 
 
-grid = two(three_d, "2 x 2 x 2", processes=8, measure="none")
-expected, rows = talk(WIDTH, LAYERS, grid[0]["weights"] // 4, 8 * LENGTH, pipeline=2, parts=4), []
+grid = on_ranks(three_d, "2 x 2 x 2", processes=8, measure="none")
+rows, weights = [], grid[0]["weights"] // 4  # 4 bytes each
+expected = traffic_formula(WIDTH, LAYERS, weights, 8 * LENGTH, pipeline=2, micro_batches=4)
 for name, sizes in grid[0]["sent"].items():
     rows.append([name, len(sizes), sum(sizes), expected[name][0] * expected[name][1]])
     torch.testing.assert_close(*rows[-1][-2:])
 display(plots.Table(["group", "messages, counted", "bytes, counted", "bytes, formula"], rows))
-copies = [rank["losses"] for rank in grid if rank["losses"][0] is not None]
-together = [sum(parts) / len(copies) for parts in zip(*copies)]
+last_stages = [rank["losses"] for rank in grid if rank["losses"][0] is not None]
+together = [sum(step) / len(last_stages) for step in zip(*last_stages)]
 torch.testing.assert_close(together, losses["one device"][:3], rtol=1e-3, atol=0)
 
 # %%
-# 8 shards and 16 replicas: change the numbers. A ring sends a sum over n ranks 2 (n - 1) / n times.
-large = dict(width=8192, layers=80, tokens=2**20, pipeline=4, parts=64, size=2)
-share = 12 * large["width"] ** 2 * large["layers"] // (8 * large["pipeline"])
+# 8 shards, 4 stages, 16 replicas: to change 8 or 16, change each of them below (7 is 8 - 1, 15 is 16 - 1).
+# A ring sends a sum over n ranks 2 (n - 1) / n times.
+large = dict(width=8192, layers=80, tokens=2**20, pipeline=4, micro_batches=64, size=2)
+shard = 12 * large["width"] ** 2 * large["layers"] // (8 * large["pipeline"])
 wire = {"tensor": 2 * 7 / 8, "pipeline": 1, "data": 2 * 15 / 16}
-rows = [[name, count, wire[name] * count * size / 1e9] for name, (count, size) in talk(weights=share, **large).items()]
+expected = traffic_formula(weights=shard, **large)
+rows = [[name, count, wire[name] * count * size / 1e9] for name, (count, size) in expected.items()]
 rows.sort(key=lambda row: -row[-1])
-title = f"{share / 1e9:.1f} billion weights on a rank; the fast link is for the first group"
+title = f"{shard / 1e9:.1f} billion weights on a rank; the fast link is for the first group"
 display(plots.Table(["group", "messages per step", "GB per step on a rank's wire"], rows, title))
 
 links = {"NVLink": 450e9, "400 Gbit/s": 50e9}  # bytes per second and direction of an H100 (989e12 operations)
@@ -876,13 +881,13 @@ display(plots.Table(["H100s over", "tokens per replica, at least", "shards, at m
 
 limits = {}
 for ranks in (1, 2, 4, 8, 16):
-    both_ways = [fullest(stages, ranks // stages) for stages in (1, 2, 4, 8, 16) if stages <= ranks]
-    limits[ranks] = both_ways[0], both_ways[-1], min(size for size in both_ways if size)
+    sizes = [fullest(stages, ranks // stages) for stages in (1, 2, 4, 8, 16) if stages <= ranks]
+    limits[ranks] = sizes[0], sizes[-1], min(size for size in sizes if size)  # the first is 1 stage, the last 1 shard
 rows = [[ranks, *(f"{size:.3f}" if size else "not possible" for size in sizes)] for ranks, sizes in limits.items()]
 plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of weights on the fullest rank")
 
 # %% [markdown]
-# The formulas give the messages that were counted, and the losses are those of one device; otherwise the cell would have stopped. So the second table can apply the formulas to a model that fits no laptop: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (The first table counts one message per parameter tensor for that sum, because our loop sums each gradient on its own. DDP joins them in buckets.)
+# The formulas give the messages that were counted, and the losses are those of one device; otherwise the cell would have stopped. So the second table applies the formulas to a model that fits no laptop: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (The first table counts one message per parameter tensor for that sum, because our loop sums each gradient on its own. DDP joins them in buckets.)
 #
 # ### When does a link hold the devices up?
 #
@@ -891,31 +896,27 @@ plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of 
 # - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**. (To hide its all-gathers, ZeRO 3 needs as many tokens.)
 # - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers of 2 bytes: 8 x width x (n - 1) / n bytes in a ring. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at **1 + 3 x width x B / F**.
 #
-# The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads and the fast link, for the pipeline the number of blocks and the bubble.
+# The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads (4 here) and the fast link, for the pipeline the number of blocks (4) and the bubble.
 #
 # ## What held
 #
 # The index page of the 2022 guide asks whether each GPU has a full copy of the model, or the model itself is distributed. The guides add that distributed models are for what does not fit *with all the other tricks*.
 #
 # ### Where are the weights?
-#
-# The checks compare the bytes on a rank with those on one device.
 
 # %% tags=["claim"]
 one_device = runs["one device"][0]
-copies = [rank["breakdown"]["weights"] / one_device["breakdown"]["weights"] for rank in runs["data parallel"]]
-display(claims.check("data-parallel-copies", min(copies)))
+replicas = [rank["breakdown"]["weights"] / one_device["breakdown"]["weights"] for rank in runs["data parallel"]]
+display(claims.check("data-parallel-copies", min(replicas)))
 display(claims.check("tensor-parallel-splits", max(largest["tensor parallel"], *shares.values())))
 display(claims.check("pipeline-parallel-splits", largest["pipeline, 1F1B"]))
 
 # %% [markdown]
 # ### Is it the same training?
-#
-# The checks compare gradients.
 
 # %% tags=["claim"]
-display(claims.check("tensor-parallel-same", far["tensor parallel"]))
-display(claims.check("pipeline-parallel-same", max(far["pipeline, 1F1B"], far["pipeline, GPipe"])))
+display(claims.check("tensor-parallel-same", differences["tensor parallel"]))
+display(claims.check("pipeline-parallel-same", max(differences["pipeline, 1F1B"], differences["pipeline, GPipe"])))
 
 # %% [markdown]
 # ### How far does it go?
@@ -925,7 +926,7 @@ display(claims.check("pipeline-parallel-same", max(far["pipeline, 1F1B"], far["p
 # %% tags=["claim"]
 peaks = {}
 for name, options in {"one device": {}, "tensor": {"way": "tensor"}, "pipeline": {"way": "pipeline"}}.items():
-    tricks = each_rank(f"{name}, all tricks", steps=2, parts=8, samples=8, frugal=True, **options)
+    tricks = each_rank(f"{name}, all tricks", steps=2, micro_batches=8, samples=8, frugal=True, **options)
     peaks[name] = max(rank["peak_bytes"] for rank in tricks)
 beyond = min(peaks["tensor"], peaks["pipeline"]) / peaks["one device"]
 display(claims.check("model-parallel-beyond-tricks", beyond, note=f"peak bytes: {peaks}"))

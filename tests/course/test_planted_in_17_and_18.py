@@ -55,10 +55,10 @@ def defines(node):
 PARALLEL = (
     "summed",
     "Block",
-    "CutBlock",
-    "meet",
+    "ShardedBlock",
+    "join_ranks",
     "one_block",
-    "CutWords",
+    "ShardedWords",
     "fullest",
     "schedule",
     "received",
@@ -71,7 +71,7 @@ PARALLEL = (
     ("planted", "verdicts"),
     [
         ((), (HOLDS, HOLDS)),
-        # Nobody sums the gradients of a pair's input: each rank goes on with its own summand.
+        # Nobody sums the gradients of a pair's input: each rank goes on with its own partial sum.
         ([("return summed(gradient, context.group), None", "return gradient, None")], (REFUTED, HOLDS)),
         # The micro-batches' losses are added up, and not averaged: every gradient is 8 times too large.
         ([(" / len(ids)\n", "\n")], (HOLDS, REFUTED)),
@@ -80,8 +80,8 @@ PARALLEL = (
 )
 def test_a_wrong_gradient_is_noticed(planted, verdicts):
     made = cells("17", *PARALLEL, "place", "gradients", planted=planted)
-    ways = {"tensor": {"way": "tensor"}, "pipeline": {"way": "pipeline", "parts": 8}}
-    ranks = made["two"](made["gradients"], "gradients", measure="none", ways=ways)
+    ways = {"tensor": {"way": "tensor"}, "pipeline": {"way": "pipeline", "micro_batches": 8}}
+    ranks = made["on_ranks"](made["gradients"], "gradients", measure="none", ways=ways)
     tensor, pipeline = (max(rank[way] for rank in ranks) for way in ways)
     assert (verdict("tensor-parallel-same", tensor), verdict("pipeline-parallel-same", pipeline)) == verdicts
 
@@ -111,9 +111,12 @@ def test_words_that_stay_whole_and_grids_that_only_make_copies_are_noticed():
     assert fullest(1, 8) is fullest(8, 1) is None
     assert verdict("three-d-scales", min(fullest(2, 4), fullest(4, 2)) / best) is HOLDS
     assert verdict("three-d-scales", fullest(2, 2) / best) is SMALLER  # 0.996: eight ranks, of which four are copies
-    cut = made["cut_through"]
-    made["cut_through"] = lambda model, *place: torch.nn.Sequential(
-        *(layer if type(layer) in (torch.nn.Embedding, torch.nn.Linear) else cut([layer], *place)[0] for layer in model)
+    shard_layers = made["shard_layers"]
+    made["shard_layers"] = lambda model, *place: torch.nn.Sequential(
+        *(
+            layer if type(layer) in (torch.nn.Embedding, torch.nn.Linear) else shard_layers([layer], *place)[0]
+            for layer in model
+        )
     )
     assert verdict("tensor-parallel-splits", fullest(1, 2, words) / fullest(1, 1, words)) is SMALLER
 
