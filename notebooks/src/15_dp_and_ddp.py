@@ -12,7 +12,7 @@
 #
 # **Before you start:** lessons 03 (intervals) and 05 (the gradient of a batch in parts).
 #
-# **What a CPU cannot show:** NVLink (a fast link between NVIDIA's GPUs), the traffic of NCCL (NVIDIA's library for messages between GPUs) and `nn.DataParallel` on real devices: seven checks need two GPUs, and one needs a GPU. The slow links are real, but need Linux and root.
+# **What a CPU cannot show:** NVLink (a fast link between NVIDIA's GPUs), the traffic of NCCL (NVIDIA's library for messages between GPUs) and `nn.DataParallel`, torch's older method, on real devices: seven checks need two GPUs, and one needs a GPU. The slow links are real, but need Linux and root.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -56,7 +56,7 @@ task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000, "
 #
 # The devices here are two processes with half of the CPU's cores each. They communicate through gloo, torch's library for CPUs. Each process is a **rank**.
 #
-# > **On GPUs:** the library is NCCL, and torch hands it the same data.
+# > **On GPUs:** the library is NCCL; the data are the same.
 #
 # ### Predict
 #
@@ -89,7 +89,7 @@ exercises.question(
 # One training function serves this section and the next.
 #
 # - `wrap(model)` decides how the ranks cooperate. It returns what to call instead of the model, and what to do after backward.
-# - `Traffic` records every **collective operation**, that is, every message in which all ranks take part. It is a *dispatch mode*: while its `with` block is open, torch shows each operation to `__torch_dispatch__` before it is executed.
+# - `Traffic` records every **collective operation**, that is, every message in which all ranks take part. `Traffic` is a *dispatch mode*: while its `with` block is open, torch passes each operation to `__torch_dispatch__` before it runs.
 #
 # By hand, cooperation is two loops. At the start rank 0 sends its weights to all ranks (`broadcast`). After each backward the gradients are summed over the ranks (`all_reduce`) and divided.
 
@@ -103,7 +103,7 @@ class Traffic(TorchDispatchMode):
         self.seen = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
+        if function.namespace == "c10d":  # torch's name for its collective operations
             size = sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
             self.seen.append([function.overloadpacket.__name__.strip("_"), size])
         return function(*args, **(kwargs or {}))
@@ -122,7 +122,7 @@ def largest_difference(model):
 
 # %%
 def train(task, wrap, steps=3, link=None):
-    if link:
+    if link:  # a slow network (see "The link"): move this process into it
         link.join()
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
@@ -134,6 +134,7 @@ def train(task, wrap, steps=3, link=None):
         called, after_backward = wrap(model)
     for step in range(steps):
         batch = task.batch(4 * steps)
+        # The ranks share the 4 samples of a step: of two ranks, each takes every second sample.
         shard = {name: rows[4 * step + rank : 4 * step + 4 : ranks] for name, rows in batch.items()}
         with Traffic() as sent:
             called(**shard).loss.backward()
@@ -141,7 +142,7 @@ def train(task, wrap, steps=3, link=None):
             optimizer.step()
             optimizer.zero_grad()
         traffic.append(sent.seen)
-    some = torch.cat([weight.detach().flatten()[:9] for weight in model.parameters()])
+    some = torch.cat([weight.detach().flatten()[:9] for weight in model.parameters()])  # 9 numbers of each tensor
     apart = largest_difference(model) if ranks > 1 else None
     return {"start": start.seen, "traffic": traffic, "some weights": some.tolist(), "apart": apart}
 
@@ -173,7 +174,7 @@ print(f"largest difference between the ranks after {len(two.value['traffic'])} s
 #
 # ### While backward still runs
 #
-# The loop above sends only after backward is done. But the last layer's gradients are finished first, long before those of the embeddings. So group the parameters into **buckets**, in the order in which backward finishes them. A hook on each parameter counts the gradients that are finished. When all gradients of a bucket are, the bucket is sent at once, in the background. That is the idea of DDP.
+# The loop above sends only after backward is done. But the last layer's gradients are finished first, long before those of the embeddings. So group the parameters into **buckets**, in the order in which backward finishes them. A hook on each parameter counts finished gradients. When all gradients of a bucket are finished, the bucket is sent at once, in the background. That is the idea of DDP.
 
 
 # %%
@@ -225,20 +226,20 @@ for name, run in runs.items():
         rows.append([name, stage, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), size, size / parameter_bytes])
     if run.value["some weights"] != two.value["some weights"]:
         print(f"{name}: the weights differ from those of the loop by hand")
-display(plots.Table(["", "when", "collectives", "bytes", "bytes / 4 B x parameters"], rows))
+display(plots.Table(["", "when", "collectives", "bytes", "bytes / (4 B x parameters)"], rows))
 ddp = runs["DDP"].value
 widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if kind == "allreduce") / 1e6)
 
 # %% [markdown]
-# Read the last column. At the start the weights are sent once. Then each step sends the gradients: 4 bytes per parameter, however they are packed. DDP sends a little more. Before each forward pass rank 0 broadcasts the model's *buffers* (tensors of the model that are not trained), unless you pass `broadcast_buffers=False`. At the start the ranks also check that they have the same model.
+# Read the last column. At the start the weights are sent once. Then each step sends the gradients: 4 bytes per parameter, however they are packed. DDP sends slightly more (column *bytes*). Before each forward pass rank 0 broadcasts the model's *buffers* (tensors of the model that are not trained), unless you pass `broadcast_buffers=False`. At the start the ranks also check that they have the same model.
 #
 # ### When does DDP send, and when does a rank wait?
 #
-# Does DDP send while backward runs? It calls a *communication hook* with each full bucket, and our hook checks whether a gradient is still missing then.
+# Does DDP send while backward runs? DDP calls a *communication hook* with each full bucket. Our hook notes whether a gradient is still missing then; the next table has the percentage of bytes sent so early.
 #
-# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. (`TrainingArguments` cannot set this argument, accelerate's `DistributedDataParallelKwargs` can.) The copies take 4 bytes per parameter more: 20 instead of 16 with AdamW. (The next table has 12 instead of 8, because its plain SGD keeps no states.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
+# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. (`TrainingArguments` cannot set this argument, accelerate's `DistributedDataParallelKwargs` can.) The copies take 4 bytes per parameter more: 20 instead of 16 with AdamW. (In the next table 12 instead of 8, because plain SGD has no states.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
 #
-# The picture after the table shows at what time each bucket is sent. If this machine allows it, the ranks communicate over a real slow link: each rank is in a network namespace of its own, with a virtual cable of 400 Mbit/s between them.
+# The picture after the table shows at what time each bucket is sent. If this machine allows it, the ranks communicate over a real slow link: each rank is in a *network namespace*, to Linux a separate host, and a virtual cable of 400 Mbit/s connects the two.
 
 
 # %%
@@ -246,10 +247,10 @@ def early(task, bucket_MB=2, **options):
     dist.init_process_group("gloo")
     model, handed = task.build_model(), []
     for weight in model.parameters():
-        weight.register_hook(lambda _, weight=weight: lacking.discard(weight))
+        weight.register_hook(lambda _, weight=weight: pending.discard(weight))  # its gradient is there
 
     def hand_over(_, bucket):
-        handed.append((bucket.buffer().nbytes, bool(lacking)))
+        handed.append((bucket.buffer().nbytes, bool(pending)))  # early: while gradients are pending
         bucket.buffer().div_(dist.get_world_size())
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
@@ -257,7 +258,7 @@ def early(task, bucket_MB=2, **options):
     ddp.register_comm_hook(None, hand_over)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)  # without states: only weights, gradients and buckets stay
     for _ in range(3):  # after the first step DDP sorts its buckets
-        lacking = {*model.parameters()}  # gradients that are not there yet
+        pending = {*model.parameters()}  # parameters whose gradients are not there yet
         handed.clear()
         with Traffic() as sent:
             ddp(**task.batch(1)).loss.backward()
@@ -280,7 +281,7 @@ for name, options in (ways | {"one bucket": {"bucket_MB": 1000}}).items():
 titles = [
     "DDP",
     "sent before the last gradient is there",
-    "bytes / 4 B x parameters",
+    "bytes / (4 B x parameters)",
     "bytes per parameter, after backward",
 ]
 plots.Table(titles, rows)
@@ -329,7 +330,7 @@ _ = both[1].set_xlabel(
 )
 
 # %% [markdown]
-# An orange bar begins when its bucket is handed over and ends when its sum is there. One big bucket leaves after the last gradient. Small buckets leave during backward. After backward the ranks wait only for the buckets that are still on their way.
+# An orange bar begins when its bucket is handed over and ends when its sum is there. One big bucket leaves after the last gradient. Most small buckets leave during backward. After backward the ranks wait only for the buckets that are still on their way.
 #
 # ### Baseline
 #
@@ -339,7 +340,7 @@ _ = both[1].set_xlabel(
 #
 # ### Change one thing
 #
-# Then two processes train, with that many samples each. Twice the throughput of one process is 100 %. The explorer below the picture calculates the throughput of up to 16 ranks, from the time of one process, the bytes of a step and the speed of a link that you choose.
+# Then two processes train, with 1 or 8 samples each. In the printed percentage, 100 % is twice the throughput of one process. The explorer below the picture calculates the throughput of up to 16 ranks, from the time of one process, a step's bytes and a link's speed, which you choose.
 
 
 # %%
@@ -389,10 +390,11 @@ _ = axes.set_xticks([1, 2])
 def scaling(samples, megabits):
     ranks = [1, 2, 4, 8, 16]
     alone = first[samples].step_seconds
+    # An all-reduce sends 2 (n - 1) / n times the gradients' bytes (the end of the next section says why).
     sending = [2 * (n - 1) / n * 4 * timed.parameters() * 8 / megabits / 1e6 for n in ranks]
-    hidden = [max(0, time - 0.6 * alone) for time in sending]  # backward is some 60 % of a step
+    visible = [max(0, time - 0.6 * alone) for time in sending]  # backward, some 60 % of a step, hides the rest
     series = {"ideal": ranks}
-    for name, times in {"backward hides what it can": hidden, "nothing is hidden": sending}.items():
+    for name, times in {"backward hides what it can": visible, "nothing is hidden": sending}.items():
         series[name] = [n * alone / (alone + time) for n, time in zip(ranks, times)]
     title = f"{samples} samples per rank, {megabits} Mbit/s"
     return plots.lines(ranks, series, "ranks", "throughput, times that of one", title=title)
@@ -401,7 +403,7 @@ def scaling(samples, megabits):
 _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[8, 1])
 
 # %% [markdown]
-# The batch changes the work of a step, not the bytes that it sends. So the second process helps more if **the work of a step takes long compared with the sending of its gradients**. On a CPU the ranks also share the path to memory, which costs both of them speed. Compare the printed intervals, not the single values.
+# The batch changes the work of a step, not the bytes that it sends. So the second process helps more if **the work of a step takes long compared with the sending of its gradients**. On a CPU the ranks also share the path to memory, which slows both down. Compare the printed intervals, not the single values.
 #
 # ### The link
 #
@@ -409,8 +411,8 @@ _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[
 #
 # A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces with a virtual cable) try both:
 #
-# - *Few bytes per second*: a large and a small model, over a cable on which the large model's gradients take as long as two steps.
-# - *Late messages*: a tiny model, over a cable that does not limit the bytes per second, but delivers everything 10 ms later. It is trained with DDP, with DDP that sends everything twice in one message, and with its weights *sharded*: divided over the ranks, as ZeRO does. Sharding sends more messages and more bytes than DDP. DDP with everything sent twice sends even more bytes, so if sharding still waits longer, the messages are the reason.
+# - *Few bytes per second*: a large and a small model, over a cable on which the large model's gradients take as long as two of its steps over the fast cable.
+# - *Late messages*: a tiny model, over a cable that does not limit the bytes per second, but delivers everything 10 ms later. Three methods train it: DDP; DDP that sends everything twice, in one message; and *sharding*, which divides the weights over the ranks, as ZeRO does. Sharding sends more messages and more bytes than DDP. Sending everything twice takes even more bytes. If sharding still waits longer, the messages are the reason.
 
 
 # %%
@@ -444,9 +446,10 @@ tiny = task.replace(config={"num_hidden_layers": 2, "hidden_size": 32, "intermed
 few = {"DDP, large model": (large, DDP), "DDP, small model": (small, DDP)}
 often = {"DDP": (tiny, partial(DDP, broadcast_buffers=False)), "DDP, all sent twice": (tiny, sent_twice)}
 often["sharded"] = (tiny, sharded)
-LATE, over, hosts, rate = lab.sized(0.01, 0.002), {}, None, None  # seconds, runs
+LATE, over, hosts, rate = lab.sized(0.01, 0.002), {}, None, None  # seconds; runs by (cable, recipe)
+cables = {} if missing else {"fast": few | often, "slow": few, "late": often}
 with contextlib.ExitStack() as stack:
-    for speed, recipes in {} if missing else {"fast": few | often, "slow": few, "late": often}.items():
+    for speed, recipes in cables.items():
         if speed == "slow":  # Mbit/s at which the large model's gradients take as long as two steps
             rate = round(32 * large.parameters() / (2 * over["fast", "DDP, large model"].step_seconds) / 1e6)
         limits = (
@@ -465,7 +468,7 @@ with contextlib.ExitStack() as stack:
 # %%
 from statistics import median
 
-law = stops = None
+bytes_ratio = messages_ratio = None
 
 
 def added(speed, name):
@@ -473,7 +476,7 @@ def added(speed, name):
     return [seconds - over["fast", name].step_seconds for seconds in over[speed, name].timing.all_seconds]
 
 
-def in_turns(speed, name, other):  # the median of the ratios with an interval around it, as in lesson 03
+def in_turns(speed, name, other):  # the median of the ratios with an interval, at least +-5 %, as in lesson 03
     return Ratio.of_pairs([one / two for one, two in zip(added(speed, name), added(speed, other))], 1.05)
 
 
@@ -483,29 +486,30 @@ if not missing:
     display(plots.Table(["", "MB on the wire", "s for these bytes", "s added"], rows, f"{rate} Mbit/s"))
     rows = [[name, sent[name] / 1e6, median(added("late", name)), median(added("late", name)) / LATE] for name in often]
     display(plots.Table(["", "MB on the wire", "s added", "times the delay"], rows, "each message 10 ms later"))
-    law, stops = in_turns("slow", *few), in_turns("late", "sharded", "DDP, all sent twice")
-print(missing or f"added seconds, large / small model: {law}; sharded / DDP with all sent twice: {stops}")
+    bytes_ratio, messages_ratio = in_turns("slow", *few), in_turns("late", "sharded", "DDP, all sent twice")
+ratios = f"large / small model: {bytes_ratio}; sharded / DDP with all sent twice: {messages_ratio}"
+print(missing or f"added seconds, {ratios}")
 print(f"131 s and 101 s: {1 - 101 / 131:.0%} less time, {131 / 101 - 1:.0%} more speed; {200 / 101.9:.2f} steps/s")
 print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s each way, {8 * 14.0625} in all")
 
 
 # %% [markdown]
-# Look at the column *s added* (it is there if this machine could make the cables). With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only a part of that. With late messages the bytes hardly count. What counts is how many messages a step **waits for, one after the other**. DDP waits for its sum, which takes several messages one after the other. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
+# Look at the column *s added* of the two tables (if this machine could make the cables). With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only a part of that. With late messages, the seconds depend on how many messages a step **waits for, one after the other**, and hardly on the bytes. DDP's sum takes several messages. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
 #
-# Two ranks sum a vector as follows. Each rank sends one half of its vector to the other rank, adds the half that it receives to the half that it kept, and sends this sum back. Two halves are one vector, so each rank sends as many bytes as it hands over. With $n$ ranks it sends $2(n-1)/n$ times as many, never more than twice.
+# *MB on the wire* is close to the bytes that a rank hands over. To sum a vector, each of two ranks sends one half of its vector to the other rank, adds the half that it receives to the half that it kept, and sends this sum back. Two halves are one vector. With $n$ ranks, each rank sends $2(n-1)/n$ times the vector, never more than twice.
 #
-# The last two printed lines repeat calculations from the guide: what its two times mean in percent and in steps per second, and how many GB/s the NVLink of an RTX 3090 carries. How much InfiniBand and Omni-Path between hosts help can be measured only on machines that have them.
+# The last two printed lines repeat calculations from the guide: what its two times mean in percent, how many steps per second 200 steps in 101.9 s are, and how many GB/s the NVLink of an RTX 3090 carries. InfiniBand and Omni-Path can be measured only on machines that have them.
 #
 # ### Send less
 #
-# You cannot change the link, but you can change what is sent. With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP from sending for the others. And a communication hook may send bf16. (torch's own hook, `bf16_compress_hook`, needs NCCL.) The function `economical` trains on generated data with a rule that a model can learn, so that losses can be compared, and counts the bytes.
+# You cannot change the link, but you can change what is sent. With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP from sending for the others. And a communication hook may send bf16. (torch's own hook, `bf16_compress_hook`, needs NCCL.) `economical` trains on generated data with a learnable rule, so that losses can be compared, and counts the bytes.
 
 
 # %%
 def in_bf16(_, bucket):
     half = bucket.buffer().to(torch.bfloat16) / dist.get_world_size()
     summed = dist.all_reduce(half, async_op=True).get_future()
-    return summed.then(lambda done: bucket.buffer().copy_(done.value()[0]))  # its value: a list with the sum in it
+    return summed.then(lambda done: bucket.buffer().copy_(done.value()[0]))  # done.value(): a list with the sum in it
 
 
 def economical(task, seeds=(0,), accumulate=1, quiet=True, bf16=False, learning_rate=1e-3, micro_batches=8):
@@ -544,7 +548,7 @@ for epoch in (0, 1):
         print(f"epoch {epoch}, rank {rank}: samples {[*sampler]}")
 
 # %% [markdown]
-# The lower lines show the other half of data parallelism, the **distributed sampler**. Each of 2 ranks gets 4 of 7 samples, so one sample is seen twice: all ranks must take the same number of steps. Without `set_epoch` each epoch would have the order of the first. And mind the **effective batch**: micro-batch x accumulation x ranks. If you add ranks, you train with a larger batch and fewer steps.
+# The lower lines show how data parallelism divides the samples: with a **distributed sampler**. Each of 2 ranks gets 4 of 7 samples, so one sample is seen twice: all ranks must take the same number of steps. Without `set_epoch` each epoch would have the order of the first. The **effective batch** is micro-batch x accumulation x ranks: more ranks mean a larger batch and fewer steps.
 #
 # ### What DP does instead
 #
@@ -579,7 +583,7 @@ rows += [["DDP: gradients, there and back", *(2 * counts["gradients"] / 1e6 for 
 plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, gpt2"], rows)
 
 # %% [markdown]
-# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is what comes back for the outputs in backward: their gradient, of the same size.) For the classifier the totals are equal: its outputs are tiny, and DP sends weights one way and gradients the other, DDP its gradients there and back. And one process drives all devices with threads. The threads share Python's lock, the GIL, which only one of them holds at a time, and they cannot leave their machine.
+# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is what comes back for the outputs in backward: their gradient, of the same size.) For the classifier the totals are equal, because its outputs are tiny: DP sends weights one way and gradients the other, and DDP sends gradients one way and their sums back. And one process drives all devices with threads. The threads share Python's lock, the GIL, which only one thread holds at a time, and they cannot leave their machine.
 #
 # ### What held
 #
@@ -671,9 +675,13 @@ display(claims.check("ddp-overlaps", quiet["early"], note="buckets of 2 MB"))
 # The last three checks need an NVLink between two GPUs.
 
 # %% tags=["claim"]
-display(claims.check("link-matters", law, missing=missing, note=f"two hosts on this machine, gloo, {rate} Mbit/s"))
 display(
-    claims.check("sync-often", stops, missing=missing, note="two hosts on this machine, gloo, messages 10 ms later")
+    claims.check("link-matters", bytes_ratio, missing=missing, note=f"two hosts on this machine, gloo, {rate} Mbit/s")
+)
+display(
+    claims.check(
+        "sync-often", messages_ratio, missing=missing, note="two hosts on this machine, gloo, messages 10 ms later"
+    )
 )
 for name, ratio in timings.items():
     display(claims.check(name, ratio, missing=no_nvlink))
@@ -698,7 +706,7 @@ claims.check("topology-legend", explains, missing=no_topology)
 # %% [markdown]
 # ### Exercise, a challenge: half the bytes, the same loss
 #
-# Find arguments for `economical`, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, that send at most half the bytes of gradients for the same 40 micro-batches. The loss has a limit, too. The check first trains three seeds with everything sent; their losses are a band. Your mean loss over the same three seeds must not be above the worst of the band.
+# Without arguments, `economical` sends all gradients of 40 micro-batches. Find arguments, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, with which it sends at most half of these bytes. The loss has a limit, too. The check first trains three seeds without your arguments; their losses are the *band*. Your mean loss over these seeds must not be above the band's highest loss.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -741,9 +749,11 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 # %% [markdown]
 # ### Recap of part one
 #
+# Percentages and ratios: AMD EPYC, 2 cores, 2026-11-28.
+#
 # - Each rank computes on its own samples, and the mean of the gradients keeps all ranks equal: the largest difference was 0.
 # - DDP sends 4 bytes per parameter per step, in buckets, 83 % of them while backward runs. Its buckets take 4 bytes per parameter of memory, unless gradients are views of them.
-# - A step waits for what backward cannot hide. Over a link with few bytes per second, a model twice as large waited 1.95 times as long; with late messages, a sharded model waited 4.85 times as long as one under DDP that sent everything twice (AMD EPYC, 2 cores, 2026-11-28).
+# - A step waits for what backward cannot hide. Over a link with few bytes per second, a model twice as large waited 1.95 times as long; with late messages, a sharded model waited 4.85 times as long as one under DDP that sent everything twice.
 #
 # ## Part two: launchers and faults
 #
@@ -808,11 +818,11 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
 
 # %% [markdown]
-# Whoever starts them, the ranks compute the same gradients: the cell asserts it. `--multi_gpu` looks odd on a CPU. But there `accelerate launch --cpu --num_processes 2` starts *one* process unless MPI is installed ([#2741](https://github.com/huggingface/accelerate/issues/2741)). The guides' `torch.distributed.launch` is torchrun's older name.
+# Whoever starts them, the ranks compute the same gradients: the cell asserts it. `--multi_gpu` looks odd on a CPU. But `accelerate launch --cpu --num_processes 2` starts only *one* process unless MPI is installed ([#2741](https://github.com/huggingface/accelerate/issues/2741)). The guides' `torch.distributed.launch` is torchrun's older name.
 #
 # ### What goes wrong
 #
-# The next cells start two ranks again and again. Each time something happens before an all-reduce: rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce and returns. In *torch compares first* it has another dtype, as in the row above, but torch compares the calls of the ranks first. Look at how soon you learn of it, and from whom.
+# The next cells start two ranks again and again. Each time, before an all-reduce, rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce. In the last two rows it has integers instead of floats; in *torch compares first* torch compares the ranks' calls before it sends. Look at how soon you learn of it, and from whom.
 
 
 # %%
@@ -864,12 +874,12 @@ print("with find_unused_parameters=True:", remedy.status)
 # %% [markdown]
 # - **Rank 1 ends**: the launcher names the rank and ends the others. If a whole host is gone, the others wait for the timeout: half an hour with gloo, ten minutes with NCCL.
 # - **Rank 1 hangs**: here the lab's own time limit ends the run, and the message says which line of code each rank was at.
-# - **Rank 1 disagrees**: another dtype of the same size is not noticed, and both ranks go on with wrong numbers: the row shows them instead of a message (each should be 2). With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, which takes more messages.
+# - **Rank 1 disagrees**: gloo aborts rank 0 if the sizes differ, but does not notice another dtype of the same size: both ranks go on with wrong numbers, which the row shows instead of a message (each should be 2). With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, which takes more messages.
 # - **Unused parameters**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step; it is better to freeze them. To find them, train one step on one process: they are the parameters whose `grad` is still `None`.
 #
 # ### What carries over
 #
-# The guides' two index pages send you to the single-GPU methods first, because these extend to other setups. The next cell measures the memory of five methods, on one CPU process and on two (which also have DDP's buckets). The pages also say that efficient training requires an accelerator.
+# The index pages of the guides (2022 and 2024) send you to the single-GPU methods first, because these extend to other setups. The next cell measures the memory of five methods, on one CPU process and on two (which also have DDP's buckets). The pages also say that efficient training requires an accelerator.
 #
 # > **On a GPU:** the last check times the GPU against the CPU.
 
@@ -903,7 +913,7 @@ claims.check("accelerator-required", accelerated)
 # Times and ratios: AMD EPYC, 2 cores, 2026-11-28.
 #
 # - Two processes trained one model and stayed equal to the last bit: by hand, with buckets of our own, and with DDP.
-# - The second process helped if a step was long: two processes were 1.01 times as fast as one with 1 sample each, and 1.32 times with 8.
+# - The second process helped if a step was long: with 1 sample each, two processes were 1.01 times as fast as one; with 8, 1.32 times.
 # - Each step sent 4 bytes per parameter, during backward; the ranks waited for what backward could not hide. `no_sync` sent 2.45 MB instead of 9.81, and bf16 sent half.
 # - DP moves more than DDP: 2.65 times the bytes for gpt2.
 # - Two launchers started the same steps. A killed rank was named within 1 s. A hanging rank was reported with its line of code, after the limit of 8 s. Ranks of two dtypes went on with wrong numbers until torch compared (`DETAIL`).
