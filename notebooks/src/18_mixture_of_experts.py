@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Can a model have ten times the parameters at the same arithmetic?
 #
-# Mixtral has 47 billion parameters, but a token is multiplied by only 13 billion of them. Which of the two numbers decides how much memory you need, how long a step takes, and how good the model gets? This lesson counts what a mixture of experts saves, and what it does not.
+# Mixtral has 47 billion parameters, but a token is multiplied by only 13 billion of them. Which of the two numbers decides how much memory you need, how long a step takes, and how good the model gets?
 #
 # **You will see**
 # - a gate, experts, dispatch and combine in a few lines, with the same output as the layer in transformers
@@ -12,7 +12,7 @@
 #
 # **Before you start:** lesson 01 (memory of a step), lesson 02 (counting operations) and lesson 15 (ranks).
 #
-# **What a CPU cannot show:** how long a GPU takes for many small experts, and its link for their tokens. Parameters, bytes, operations and losses do not depend on the device; seconds here are those of one thread.
+# **What a CPU cannot show:** how long a GPU takes for many small experts, and for sending tokens to another GPU. Parameters, bytes, operations and losses do not depend on the device; seconds here are those of one thread.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -50,16 +50,16 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # %% [markdown]
 # ## Idea
 #
-# In a transformer most parameters belong to the feed-forward networks (FFNs), and every token is multiplied by all of them. A **mixture of experts** has many FFNs in a layer, the *experts*. A small linear layer, the **gate** (or router), scores them for each token, and only the best *k* compute. The parameters are those of all experts. The arithmetic is that of *k* experts, however many there are.
+# In a transformer most parameters belong to the feed-forward networks (FFNs), and every token is multiplied by all of them. A **mixture of experts** has many FFNs in a layer, the *experts*. A small linear layer, the **gate** (or router), scores them for each token, and only the best *k* compute. The parameters are those of all experts. The arithmetic is that of *k* experts, however many there are. We say that a token *meets* a weight if it is multiplied by it.
 #
-# So "8 experts" in a model's name says nothing about its cost. What does?
+# So the "8 experts" in a model's name do not tell its cost: that needs *k* and the experts' width, too.
 #
 # ## Predict
 #
 # The usual model, with one FFN per layer, is called *dense*. Below, a small dense model gets 32 experts in place of each FFN. Each expert is half as wide as that FFN, and each token goes to two of them.
 
 # %%
-question = "How many times the dense model's peak memory will training the mixture take?"
+question = "How many times as much memory does training the mixture take at the peak as training the dense model?"
 widgets.predict(lab, "peak", question, "x", 0.5, 40)
 
 # %%
@@ -149,7 +149,7 @@ print(type(block).__name__, "computes its experts by", model.config._experts_imp
 # %% [markdown]
 # The outputs are equal, and so is the balancing loss. `eager` is a loop like ours. `grouped_mm` sorts the tokens by expert and computes all matmuls in one call. `batched_mm` copies the weights for every token. `model.set_experts_implementation` switches between them.
 #
-# The gate sees the hidden vector of one token and nothing else. So equal vectors get the same experts at every position.
+# The gate sees the hidden vector of one token and nothing else. So equal vectors get the same experts at every position in the sequence.
 #
 # ### Which layers?
 #
@@ -184,7 +184,7 @@ display(plots.Table(titles, found))
 every_other = sum(2 * sparse_ones == layers for _, sparse_ones, layers, *_ in found) / len(found)
 
 # %% [markdown]
-# Jamba replaces every other FFN, Switch and NLLB every fourth one. The others replace all FFNs, or all but those of the first one to three layers. The last two columns, all parameters and those that a token meets, are this lesson in two numbers. (The guides say that most implementations are in TensorFlow, which was true in 2022. All of these are in PyTorch.)
+# Jamba replaces every other FFN, Switch and NLLB every fourth one. The others replace all FFNs, or all but those of the first one to three layers. The last two columns are this lesson in two numbers. (In 2022 most implementations were in TensorFlow, as the guides say. All of these are in PyTorch.)
 #
 # ## Baseline
 #
@@ -212,12 +212,12 @@ def of_tensors(measured):
 
 
 heavier, grown = of_tensors(mixed) / of_tensors(base), many.parameters() / dense.parameters()
-rest = {
+inferred = {
     name: lab.infer(name, task=task, measure="peak")
     for name, task in {"dense, inference": dense, "experts, inference": many}.items()
 }
-resting = rest["experts, inference"].peak_bytes / rest["dense, inference"].peak_bytes
-print(f"{grown:.1f} times the parameters; memory: {heavier:.1f} times in training, {resting:.1f} in inference")
+at_inference = inferred["experts, inference"].peak_bytes / inferred["dense, inference"].peak_bytes
+print(f"{grown:.1f} times the parameters; memory: {heavier:.1f} times in training, {at_inference:.1f} in inference")
 
 
 def estimated_ratio():
@@ -228,9 +228,9 @@ def estimated_ratio():
 widgets.revealed(lab, "peak", heavier, estimate=lab.foresee(estimated_ratio))
 
 # %% [markdown]
-# Weights, gradients and optimizer states grow with *all* experts. Activations grow only with the experts that a token meets. So memory grows by a smaller factor than the parameters, and a larger batch lowers that factor. Inference needs all experts in memory, too, because the next token may go to any of them. The guides name *distillation* as a way out: a dense model learns the mixture's answers. It takes a dense model's memory, and keeps as much of the gain as it learns (not measured here).
+# Weights, gradients and optimizer states grow with *all* experts. Activations grow only with the experts that a token meets. So memory grows by a smaller factor than the parameters, and a larger batch lowers that factor. Inference needs all experts in memory, too, because the next token may go to any of them. The guides name *distillation* as a way out: a dense model is trained on the mixture's outputs, so inference takes a dense model's memory (not measured here).
 #
-# And the arithmetic? torch's counter has a trap here (lesson 02): it knows matmuls by their names, and in torch 2.15 `_grouped_mm` is not among them. So the table also has the experts' part by formula: 3 matrices, 2 operations per weight, *k* experts, and backward is twice the forward.
+# And the arithmetic? torch's counter has a trap here (lesson 02): it knows matmuls by their names, and in torch 2.15 `_grouped_mm` is not among them. So the table also has the experts' part by formula: 3 matrices of 128 x 256, 6 operations per weight (2 in forward, 4 in backward), 2 experts, 4 layers.
 
 
 # %%
@@ -245,7 +245,7 @@ def products(task, implementation="eager"):
 
 
 cost = {name: products(task) for name, task in {"dense": dense, "32 experts": many}.items()}
-grouped, by_formula = products(many, "grouped_mm"), 3 * 6 * 128 * 256 * 2 * 4
+grouped, by_formula = products(many, "grouped_mm"), 3 * 128 * 256 * (2 + 4) * 2 * 4
 if grouped < cost["32 experts"]:
     assert grouped + by_formula == cost["32 experts"]
 rows = [["dense", cost["dense"], 1.0], ["32 experts, eager", cost["32 experts"], cost["32 experts"] / cost["dense"]]]
@@ -258,7 +258,7 @@ plots.Table(["", "operations per token", "x dense"], rows)
 #
 # ### Seconds
 #
-# Equal arithmetic is not equal time. The next cells time training steps of both models in interleaved runs in one process. The mixture is timed with two implementations:
+# Equal arithmetic is not equal time. The next cells time training steps of both models in interleaved runs, the mixture with two implementations:
 
 
 # %%
@@ -297,6 +297,7 @@ def small(experts, k, width, scale=1):
     return sparse(experts, k, width * scale, 16, head_dim=16 * scale, **thin)
 
 
+# CLOCK: 0 is wall time, 1 is CPU time. FLOOR: the noise of a ratio is at least this factor.
 DEVICE, CLOCK, FLOOR = ("cuda", 0, 1.02) if cuda else ("cpu", 1, 1.05)
 implementations = [None, "grouped_mm", "eager"]
 taken = in_turns([dense, many, many], 3, samples=4, implementations=implementations)
@@ -310,7 +311,7 @@ plots.Table(["experts computed by", "ms per step"], rows)
 #
 # The task has 48 "languages" with the same 64 words. In each language every word has a fixed successor. The first token of a sentence names its language, the second is a random word, and each further word is the successor of the word before it. This is about *remembering*, which large FFNs are said to do, so it suits experts.
 #
-# Dense models of several widths compete with two mixtures. All train with the same steps and learning rate, with three seeds, and are tested on fresh sentences.
+# Dense models of several widths compete with a mixture of 8 experts and one of 64. The 64 experts train once more without the balancing loss. All models train with the same steps and learning rate, with three seeds, and are tested on fresh sentences.
 #
 # - In `8 experts` (of width 32) a token meets as many weights as in the dense model of width 64, and in `64 experts` (of width 16) as many as in that of width 32.
 # - The dense model of width 256 has as many weights in all as the mixture of 8 experts.
@@ -385,11 +386,11 @@ shown = {name: [seed[name]["losses"] for seed in learnt] for name in SHAPES if n
 _ = plots.losses(shown, title="48 languages")
 
 # %% [markdown]
-# Read the table by its third column. If a token meets the same width, more experts end with a lower loss; that is what mixtures promise. The guides also promise *faster* training. That needs another comparison, with the dense model that ends with the same loss; it follows below. And the last row: what went wrong there?
+# Compare models with the same *FFN width a token meets*: those with more experts end with a lower loss. That is what mixtures promise. (*Faster* training, which the guides promise too, is compared below.) And the last row: what went wrong there?
 #
 # ## Who gets the tokens?
 #
-# The left picture shows the load of each expert. Each token makes *k* choices of an expert. The right picture shows how many of them are lost if an expert takes only a fixed number of tokens: the *capacity factor* times the mean. The table asks what a token's expert depends on: you know one thing about a token, and guess the expert that its gate scores highest.
+# The left picture shows the load of each expert. The right one shows how many of the tokens' choices are lost if an expert takes only a fixed number of tokens: the *capacity factor* times the mean. The table asks what a token's expert depends on: you know one thing about a token, and guess the expert that the gate scores highest. If you know nothing, you always guess the expert that is chosen most often.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
@@ -418,17 +419,17 @@ display(
 # %% [markdown]
 # An expert that is chosen often learns more, and is then chosen more often. With the task's loss alone, a few experts take nearly all tokens, and the others only cost memory. The balancing loss works against that. With 64 experts and so short a training it does not reach an even load.
 #
-# The right picture matters where buffers must have a fixed size, as on TPUs. There each expert takes at most capacity factor x the mean, and tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 dropped tokens, too, in training. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 balances without a second loss: it adds a bias to each expert's score, for choosing only, and lowers the bias while the expert has too many tokens.)
+# The right picture matters where buffers have a fixed size, as on TPUs: each expert takes at most capacity factor x the mean, and tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 did so in training. Mixtral drops none, and waits for the busiest expert instead. (Instead of a second loss, DeepSeek-V3 chooses by scores with a bias, and lowers it for an expert with too many tokens.)
 #
 # The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". If you know only a token's place in the sequence, you guess its expert about as often as if you know nothing. Its word helps most, so "depending on the token" would be right.
 #
 # ## What quality costs
 #
-# The guides name two ways to the quality of a dense model: dozens of experts on a base model 5 times smaller, or a few experts on one 2 to 3 times smaller. Here the dense model has an FFN of width 160. In the mixture of 64 experts a token meets a width of 32, which is 5 times smaller; in the mixture of 8 experts it meets 64, which is 2 to 3 times smaller. The 64 experts are also compared with a dense model *of equal quality*, which ends with the same loss. Its width is interpolated between two widths that were trained.
+# The guides name two ways to the quality of a dense model: dozens of experts on a base model 5 times smaller, or a few experts on one 2 to 3 times smaller. Here the dense model has an FFN of width 160. With 64 experts a token meets a width of 32, which is 5 times smaller; with 8 experts it meets 64, which is 2.5 times smaller. The 64 experts are also compared with a dense model *of equal quality*: its width, interpolated between two trained widths, would end with the same loss.
 #
-# The guides take their figures from papers, whose models are large. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. (The lesson assumes, and does not measure, that two models of equal quality stay equal when both are widened.)
+# The guides take their figures from papers, whose models are large. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. (We assume, without measuring it, that equal quality stays equal when both models are widened.)
 #
-# In the first table below each row is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: how many times as long a step of the 64 experts takes as one of the dense model of width 32, in which a token meets as many weights. (The second table has the memory that a training takes.)
+# Each row of the first table below is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: seconds of a step of the 64 experts / of the dense model of width 32, in which a token meets as many weights.
 #
 # > **On a GPU:** the largest size is 32 times as wide as trained.
 
@@ -468,17 +469,16 @@ races = {scale: [measured_at(scale, learns) for learns in (False, True)] for sca
 rows, speeds = [], {}
 for scale, (forward, step) in races.items():
     less = products(small(1, 1, equal, scale)) / products(small(64, 2, 16, scale))
+    # places in RACERS; 5, 6 and 7 are its first three once more, for the noise
     few, slower = speed_of(step, 0, 3, 5), speed_of(step, 2, 4, 7)
     slower = Ratio(1 / slower.value, 1 / slower.high, 1 / slower.low) if slower.known else slower
     speeds[scale] = speed_of(forward, 0, 1, 2), speed_of(step, 1, 4, 6), few, slower
     rows.append([64 * scale, less, *map(str, speeds[scale])])
-titles = ["width", "64 experts: times fewer operations", "forward: times as fast", "step: times as fast"]
-titles = [*titles, "8 experts: step, times as fast", "64 experts against dense 32: times the seconds of a step"]
-display(
-    plots.Table(
-        titles, rows, "64 experts against the dense model of equal quality, 8 experts against that of width 160"
-    )
-)
+titles = ["width", "64 experts: times fewer operations", "64 experts: forward, times as fast"]
+titles += ["64 experts: step, times as fast", "8 experts: step, times as fast"]
+titles += ["64 experts against dense 32: times the seconds of a step"]
+caption = "64 experts against the dense model of equal quality, 8 experts against that of width 160"
+display(plots.Table(titles, rows, caption))
 peaks = {}
 for name in ("dense, 160", "8 experts", "64 experts"):
     run = lab.train(name, task=small(*SHAPES[name]), per_device_train_batch_size=4, measure=("memory",))
@@ -488,16 +488,16 @@ plots.Table(
 )
 
 # %% [markdown]
-# Read down the column of forward passes: the wider the models, the closer the seconds come to the operations. In its first row, gate, sorting and gathering cost more than the narrow FFN saves. In the other rows training gains less than a forward pass, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part of theirs. The guides promise a training that is 4 to 5 times as fast, a figure of the papers. It is out of reach here for a simpler reason: at this quality the mixture does not save that many operations.
+# Read down the column of forward passes: the wider the models, the closer the gain in seconds comes to the gain in operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. A step can gain less than a forward pass, as in the last row, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part. The guides' figure from the papers, a training that is 4 to 5 times as fast, is out of reach here: the mixture does not save that many operations.
 #
 # ## Experts in two processes
 #
 # If the experts do not fit on one device, they are easy to distribute. **Expert parallelism** gives each rank some whole experts, and the tokens travel. Every rank has its own tokens, as in data parallelism, and its own copy of the gate. A layer then takes these steps:
 #
-# - Each rank sorts its tokens by expert, and tells every other rank how many are coming.
-# - In an **all-to-all**, each rank sends every other rank a part of its tokens, of any size.
-# - The experts compute, and a second all-to-all returns the results.
-# - In backward the gradients take both ways again, in the opposite direction. `Exchange` defines this for autograd.
+# - Each rank sorts its tokens by expert, and tells every other rank how many tokens are coming.
+# - In an **all-to-all**, each rank sends every other rank a part of its tokens, of any size. This is the dispatch.
+# - The experts compute, and a second all-to-all returns the results. Each rank then combines the results of its tokens.
+# - In backward the gradients take both ways back: two more all-to-alls. `Exchange` defines this for autograd.
 #
 # `Traffic` is the dispatch mode of lesson 15.
 
@@ -535,12 +535,13 @@ def in_parallel(x, gate, gate_up, down, k):
     """Compute `mixture` on all ranks: x has this rank's tokens, gate_up and down this rank's experts."""
     ranks, local_experts = dist.get_world_size(), len(down)
     weights, chosen, _ = route(x, gate, k)
-    order = chosen.flatten().argsort(stable=True)  # by expert, so by rank
+    order = chosen.flatten().argsort(stable=True)  # choices by expert, so by rank; choice // k is the token
     outgoing = chosen.flatten().bincount(minlength=len(gate))
     incoming = torch.empty_like(outgoing)  # from each rank, for each expert of this rank
     dist.all_to_all_single(incoming, outgoing)
     sent, received = (counts.view(ranks, local_experts).sum(1).tolist() for counts in (outgoing, incoming))
     rows = Exchange.apply(x[order // k], sent, received)  # new
+    # for each row that arrived: the number of its expert on this rank
     owners = torch.arange(local_experts, device=x.device).repeat(ranks).repeat_interleave(incoming)
     done = torch.zeros_like(rows)
     for number in range(local_experts):
@@ -605,7 +606,7 @@ held = [f"{values['expert bytes']:,}" for values in (alone, *ranks)]
 print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2]} on the two ranks")
 
 # %% [markdown]
-# A rank stores half of the experts and never sends them: tokens travel, weights stay. The experts' gradients are not summed over the ranks either, because each expert saw the tokens of all ranks. But they must be divided. Each rank's loss is the mean over its own tokens, so with N ranks an expert's gradient is N times too large compared with gradients that DDP averages. AdamW would hide that, because it divides by the gradient's size; clipping by the norm would not.
+# A rank stores half of the experts and never sends them. The experts' gradients are not summed over the ranks either, because each expert has already computed the tokens of all ranks. But these gradients must be divided by the number of ranks. Each rank's loss is the mean over its own tokens, so with N ranks an expert's gradient is N times too large compared with gradients that DDP averages. AdamW would hide that, because it divides by the gradient's size; clipping by the norm would not.
 #
 # The formula in the last column of the table is: tokens of a rank x *k* x width x bytes per number x (N - 1) / N. It holds if the choice of experts is even. If the dispatches of the two ranks differ in the table, the choice is not even: the rank that sends less has the more popular experts. It receives and computes more, and the other rank waits for it.
 #
@@ -613,7 +614,7 @@ print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2
 #
 # ### A mixture against a dense model
 #
-# The first seven checks compare a mixture with a dense model: with one that has as many FFN weights per token, or (for speed of training and inference) with one of equal quality.
+# In the first five of these seven checks, a token meets as many FFN weights in the mixture as in the dense model. In the last two, the dense model has equal quality.
 
 # %% tags=["claim"]
 inference, faster, few, slower = speeds[SCALES[-1]]
@@ -629,7 +630,7 @@ display(claims.check("moe-params", grown))
 note = f"the counter with grouped_mm saw {grouped:.0f}"
 display(claims.check("moe-flops", cost["32 experts"] / cost["dense"], note=note))
 display(claims.check("moe-seconds", slower, missing=narrow))
-display(claims.check("moe-memory", heavier, note=f"in inference {resting:.1f}"))
+display(claims.check("moe-memory", heavier, note=f"in inference {at_inference:.1f}"))
 display(claims.check("moe-quality", Ratio(median(better), min(better), max(better), tuple(better))))
 predicted = (0.6 * inference.low, 1.05 * inference.high) if inference.known else inference
 display(claims.check("moe-faster", faster, predicted=predicted, missing=narrow or unlike))
@@ -654,7 +655,7 @@ claims.check("moe-every-other", every_other)
 # %% [markdown]
 # ## Explore
 #
-# The picture shows a model with Mixtral's layers and width (32 and 4096). Change its experts: which bars grow with their number, and which with *k*? AdamW in mixed precision takes 18 bytes per parameter (lesson 01). Activations are not included.
+# The picture shows a model with Mixtral's layers and width (32 and 4096). Change its experts: which bars grow with their number, and which with *k*? AdamW in mixed precision takes 18 bytes per parameter (lesson 01); activations are not included. The GFLOP are those of a training step: 6 operations per parameter that a token meets.
 
 
 # %% tags=["widget"]
@@ -737,9 +738,9 @@ def narrow_ones(ffn):
 exercises.prove(check, solution=narrow_ones, mistake=one_wide_expert)
 
 # %% [markdown]
-# ## Exercise 2, a challenge: the best loss for 32
+# ## Exercise 2, a challenge: the best loss at a width of 32
 #
-# The check trains your mixture on the 48 languages, as above. A token may meet an FFN width of at most 32 (*k* x width), and there may be at most 128 experts. Find a mixture whose mean loss over three seeds is below that of the 64 experts above. Your answer is a dict, in which *balance* is the factor of the balancing loss (0.02 above).
+# The check trains your mixture on the 48 languages, as above, with three seeds. A token may meet an FFN width of at most 32 (*k* x width), and there may be at most 128 experts. Find a mixture whose mean loss over the seeds is below that of the 64 experts above. Your answer is a dict, in which *balance* is the factor of the balancing loss (0.02 above).
 
 # %% tags=["exercise"]
 answer = None  # for example {"experts": 4, "k": 2, "width": 16, "balance": 0.02}
@@ -778,10 +779,10 @@ exercises.prove(check_loss, solution=solution, mistake={"experts": 64, "k": 2, "
 #
 # Numbers: AMD EPYC, 2 cores, 2026-11-28.
 #
-# - A gate, experts, dispatch and combine took a few lines, and gave the same output as the layer in transformers.
+# - A gate, experts, dispatch and combine took a few lines, with the same output as the layer in transformers.
 # - Parameters and memory grow with all experts, arithmetic with those that a token meets. 32 experts had 11.6 times the parameters, 7.4 times the peak and 1.015 times the operations of the dense model.
 # - At the same arithmetic, more experts learn more: the dense model's loss was 2.2 times that of 64 experts. This needs a balancing loss: without it the busiest expert got 23 times the mean, with it 2.7 times.
-# - Seconds come close to the operations only in wide layers. A step of 64 experts was 0.80 times as fast as one of the dense model of equal quality at width 64, and 1.25 times as fast at width 768, where it took 2.1 times fewer operations.
+# - The gain in seconds comes close to the gain in operations only in wide layers. A step of 64 experts was 0.80 times as fast as one of the dense model of equal quality at width 64, and 1.25 times as fast at width 768, where it took 2.1 times fewer operations.
 # - With experts in two processes, outputs and gradients stayed those of one. By the formula, each of the four all-to-alls of a step carries 65,536 bytes from a rank.
 
 # %% tags=["finish"]

@@ -132,7 +132,7 @@ print(f"rows multiplied for keys and values: {rows['without']} without a cache, 
 # %% [markdown]
 # ## The library's caches
 #
-# `generate` keeps a cache by default. The argument is called `cache` since transformers 5.24, and `past_key_values` before. A **dynamic** cache grows with each token. A **static** cache is allocated at once for all tokens to come, so that its shapes stay fixed and a compiler can use them. We count the bytes of their tensors.
+# `generate` keeps a cache by default. In the result of `generate` this cache is called `cache` since transformers 5.24, and `past_key_values` before. We request 40 new tokens after a prompt of 24. The cache then holds 63 tokens, because nothing follows the last one. A **dynamic** cache grows with each token. A **static** cache is allocated at once for all tokens to come, so that its shapes stay fixed and a compiler can use them. We count the bytes of their tensors.
 
 
 # %%
@@ -176,7 +176,7 @@ _ = plots.lines(
 # %% [markdown]
 # When all tokens are written, the static and the dynamic cache take the same memory. A table in transformers' documentation calls the memory of a static cache high and that of a dynamic one medium. The static cache takes its memory *earlier*, and it is larger in the end only if you request room for tokens that never come. So request no more than you need.
 #
-# What is a static cache good for? The page with that table says that it turns on **compilation** (lesson 11) by itself. We count the graphs that are captured.
+# What is a static cache good for? The page with that table says that it turns on **compilation** (lesson 11) by itself. We count the graphs that are captured. (The backend `eager` only captures, so torch may warn that it ignores a compile option. That is expected.)
 
 # %%
 everywhere = CompileConfig(backend="eager")  # captures only, so that no C++ compiler is needed
@@ -201,7 +201,7 @@ print(f"graphs with a static cache: {compiled}; where all devices are allowed: {
 #
 # ## Four bits per weight
 #
-# **Quantized** weights are stored in few bits: `int8` takes 8 and `nf4` takes 4, and a scale turns them back into the weights. In nf4 each block of 64 weights shares one scale, the block's largest absolute value in fp32. A scale is 32 bits for 64 weights, half a bit per weight. bitsandbytes stores weights in this way, and works on a CPU. With *double quantization* it quantizes the scales too.
+# **Quantized** weights are stored in few bits: `int8` takes 8 and `nf4` takes 4, and a scale turns them back into the weights. int8 has one scale per row of the matrix. In nf4 each block of 64 weights shares one scale, the block's largest absolute value in fp32. A scale is 32 bits for 64 weights, half a bit per weight. bitsandbytes stores weights in this way, and works on a CPU. With *double quantization* it quantizes the scales too.
 
 
 # %%
@@ -283,7 +283,7 @@ plots.Table(["weights", "loss", "share lost of what was learnt"], rows)
 #
 # ## Time: each token reads all weights
 #
-# For each token a model reads *all* its weights. With one answer, each weight is used once per read. With 16 answers it is read once and used 16 times. The two ceilings of lesson 02 say what to expect:
+# For each token a model reads *all* its weights. With one answer, each weight is used once per read. With 16 answers it is read once and used 16 times. So we time answers in fp32, bf16, nf4 and int8, 1, 4 and 16 at once. Our small model may fit into the processor's caches, so a wider one answers here. Its weights are random, because only the time matters. First we print what the two ceilings of lesson 02 allow in fp32:
 
 
 # %%
@@ -322,6 +322,7 @@ def seconds(_):
             for name, form in models.items()
             for count in (1, 4, 16)
         }
+        # once more: the difference between equal runs is the noise
         works |= {f"{name}, again": works[f"{name}, 1"] for name in ("fp32", "bf16")}
         works |= {f"read {count}": partial(models["fp32"], start[:count].expand(-1, 64)) for count in (1, 16)}
         taken = dict(zip(works, interleaving.in_turns([torch.no_grad()(work) for work in works.values()], 4)))
@@ -334,7 +335,7 @@ def seconds(_):
 taken, size, bytes_a_second, flops_a_second = lab.run(seconds, "answers", measure="value", use_cpu=True).value
 step = {name: 1e3 * median(turn[CPU] for turn in turns) / NEW for name, turns in taken.items()}
 read = 1e3 * size / bytes_a_second
-print(f"a token reads {size / 1e6:.0f} MB: {read:.1f} ms at least; its arithmetic", end=" ")
+print(f"in fp32 a token reads {size / 1e6:.0f} MB: {read:.1f} ms at least; its arithmetic", end=" ")
 print(f"takes {1e3 * size / 2 / flops_a_second:.2f} ms for one answer, 16 times that for 16")
 tokens = {
     name: [count / step[f"{name}, {count}"] * 1e3 for count in (1, 4, 16)] for name in ("fp32", "bf16", "nf4", "int8")
@@ -344,9 +345,9 @@ table = [[name, *(f"{step[f'{name}, {count}']:.1f}" for count in (1, 4, 16))] fo
 plots.Table(["weights", "1 answer", "4", "16"], table, "ms until each answer has its next token")
 
 # %% [markdown]
-# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. We measured two cases. When answers are *written*, as in the picture above, the page is wrong. When prompts are *read*, it is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. The first line of the next cell shows this: the throughput of 16 prompts together, relative to one.
+# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. We measured two cases. When answers are *written*, as in the picture above, the page is wrong. When prompts are *read*, it is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. The next cell first prints the throughput of 16 prompts together, relative to one: a number near 1 means no gain.
 #
-# Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 instructions (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So we predict before we decide. The prediction for nf4 and int8 is the time of a token in bf16, minus the time of its bf16 matrices, plus the time of the quantized matrices. The table below has these matrices, timed alone.
+# Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 instructions (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So each claim on their speed, in *What held*, has a prediction. The predicted time in nf4 and int8 is the time of a token in bf16, minus the time of its bf16 matrices, plus the time of the quantized matrices. The table below has these matrices, timed alone.
 
 
 # %%
@@ -499,7 +500,7 @@ lab.foresee(
 )
 
 # %% [markdown]
-# ## Exercise: serve 64 requests
+# ## Exercise 1: serve 64 requests
 #
 # As in practice, many requests are short and some are long. Each answer must be the one that its request gets alone. You decide which requests share a batch, on which side the padding goes, and the type of the weights: your answer is a dict with these three arguments of `serve`, the function below. Two bad solutions set your limits, which are printed below. One request at a time is slow: you may take 0.75 of its time. All at once takes much memory: you may take a third of it.
 
@@ -633,7 +634,7 @@ exercises.prove(check, solution=dict(plan=by_tokens), mistake=dict(plan=lambda _
 # - *Metrics on a language model without `preprocess_logits_for_metrics`.* Memory grows with the data set. `eval_accumulation_steps` does not help: it moves the logits to the host, and keeps them all.
 # - *4 bits for speed.* They save memory. Whether they are also faster depends on your processor.
 # - *`device_map="auto"` for speed.* It puts layers one after another onto several devices, and only one device works at a time (lesson 17).
-# - *`low_memory=True` for beam search.* Older pages recommend it; the library now refuses it.
+# - *`low_memory=True` for beam search* (generation that keeps several candidates at once). Older pages recommend this option to save memory; the library now refuses it.
 #
 # ## Recap
 #

@@ -3,7 +3,7 @@
 #
 # Your checkpoint has 14 GB and your machine 16 GB. It should fit, but one way of loading it is killed and another one works. And once the model runs, with some of its layers on disk, can you also train it?
 #
-# **Time:** about 40 minutes; the cells compute for about 20 s. **Before it:** lesson 01 (memory of a step); lesson 25 has more on four bits. **Machine:** this lesson is about the host's memory, so everything runs on the CPU, also if you have a GPU. Its memory figures need Linux. The lesson does not measure another kind of offloading, in which layers wait in the CPU's memory until a GPU needs them.
+# **Time:** about 40 minutes; the cells compute for about 20 s. **Before it:** lesson 01 (memory of a step). Lesson 25, later, has more on four bits. **Machine:** this lesson is about the host's memory, so everything runs on the CPU, also if you have a GPU. Its memory figures need Linux. Layers that are not in memory are called *offloaded*. Here they wait on disk; the lesson does not measure layers that wait in the CPU's memory until a GPU needs them.
 #
 # **You will see**
 # - how many copies of the weights the usual way of loading holds, and where the weights are when a library seems to hold none
@@ -68,7 +68,7 @@ widgets.predict(lab, "usual way", question, "x", 0, 5)
 
 # %%
 SIZES = dict(vocab_size=1000, hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8)
-temporary = tempfile.TemporaryDirectory()
+temporary = tempfile.TemporaryDirectory()  # deleted when the kernel ends
 home = Path(temporary.name)
 
 
@@ -93,7 +93,7 @@ del model
 # %% [markdown]
 # ## How we measure
 #
-# Each way of loading runs in a fresh subprocess. A thread reads the memory of the process every millisecond. Before we begin, the tiny model is loaded in the same way and answers once, so that memory which the libraries take for themselves is not counted. After loading, **the model must answer**, so that it has used all of its weights.
+# Each way of loading runs in a fresh subprocess. A thread reads the memory of the process every millisecond. Before we begin, the tiny model is loaded in the same way and answers once, so that memory which the libraries take for themselves is not counted. After loading, **the model must answer**, so that it has used all of its weights. An *answer* is one forward pass of 64 tokens here.
 
 
 # %%
@@ -300,7 +300,7 @@ for row, name in enumerate(names):
 ax.axvline(100, color="black", linestyle="--", label="the weights, in fp32")
 ax.set_yticks(range(len(names)), names)
 ax.invert_yaxis()
-ax.set(xlabel="host memory at the peak, through a first answer (% of the weights' bytes)", xlim=(0, 240))
+ax.set(xlabel="host memory at the peak of loading and a first answer (% of the weights' bytes)", xlim=(0, 240))
 ax.spines[["top", "right"]].set_visible(False)
 ax.legend(frameon=False, loc="center right")
 plt.show()
@@ -317,7 +317,7 @@ plots.Table(head, rows, "Shares of the weights' bytes in fp32")
 # %% [markdown]
 # Read the picture from top to bottom. The usual way holds two copies, both private. The next way holds the weights once, in pages that the system may take back.
 #
-# Shards and the flag change nothing: if a file is mapped, there is no second copy whose size they could limit. `dtype=` and four bits take *more* memory, because at the peak the converted weights (private) and the file's pages (mapped) are there together. Some of the private bytes are no longer used, but glibc (the system's C library) keeps freed memory for later allocations. The table's last column shows what remains after we made glibc return that memory. A checkpoint that was *saved* in the type you want has no such peak.
+# Shards and the flag change nothing: if a file is mapped, there is no second copy whose size they could limit. `dtype=` and four bits take *more* memory, because at the peak the converted weights (private) and the file's pages (mapped) are there together. With four bits the pages even stay mapped after an answer: embeddings, norms and head are not quantized and still use the file. Some of the private bytes are no longer used, but glibc (the system's C library) keeps freed memory for later allocations. The table's last column shows what remains after we made glibc return that memory. A checkpoint that was *saved* in the type you want has no such peak.
 #
 # With layers on disk, the pages are dropped as soon as a layer has computed. Are the answers the same? And what did the library put into `offload_folder`?
 
@@ -337,7 +337,7 @@ print(f"in offload_folder: {stored} bytes, for {plots.bytes_text(8 * LAYER)} of 
 #
 # ## Two cards, and who decides what goes where
 #
-# With `device_map="auto"` a plan is made before anything is loaded. By hand the plan is one loop: each layer goes to the first card that has room, and the remaining layers go to the CPU. You need no card to look at a plan. Here it is for a Llama of 8B in bf16 on the meta device, and for two cards that may hold the given number of GB each (`max_memory`).
+# With `device_map="auto"` a plan is made before anything is loaded. By hand the plan is one loop: each layer goes to the first card that has room, and the remaining layers go to the CPU. You need no card to look at a plan. Here it is for a Llama of 8B in bf16 on the meta device, and for two cards that may hold the given number of GB each (`max_memory`). `filled` is our loop; `planned` gets the library's plan.
 
 
 # %%
@@ -380,7 +380,7 @@ heads = ["GB per card", "auto: card 0", "card 1", "CPU", "by hand: card 0", "car
 plots.Table(heads, rows, "GB of a Llama 8B's weights in bf16")
 
 # %% [markdown]
-# No card gets more than it may hold. But the first card is never filled. The plan keeps room there for the **largest part**, 1.05 GB of embeddings, so that layers left on the CPU can be fetched when they are needed (`infer_auto_device_map` in accelerate's `utils/modeling.py`). It also keeps that room if no layer would have to be left on the CPU. The assertion above checks this: if our loop keeps the same room, its plan equals the library's, byte for byte.
+# No card gets more than it may hold. But the library's plan never fills the first card. It keeps room there for the **largest part**, 1.05 GB of embeddings, so that layers left on the CPU can be fetched when they are needed (`infer_auto_device_map` in accelerate's `utils/modeling.py`). It also keeps that room if no layer would have to be left on the CPU. The assertion above checks this: if our loop keeps the same room, its plan equals the library's, byte for byte.
 #
 # So on two cards of 8.25 GB this model's head, 1.05 GB, is on the CPU, and travels to a card at every token, although the whole model would fit. **The remedy**: write the `device_map` yourself, from the loop above.
 #
@@ -462,7 +462,7 @@ for name, run in runs.items():
         print(f"; layers {', '.join(untouched)} did not change" if untouched else "")
 
 # %% [markdown]
-# There is no error and no warning, and the loss falls. (In a terminal you would see two messages. But they only report where parameters *are*: some on the meta device, and the model not moved.) The half in memory learnt, while the half on disk stayed as it was.
+# There is no error and no warning, and the loss falls. It may even end lower than with all layers in memory, so it does not show the fault. (In a terminal you would see two messages, that some parameters are on the meta device, and that the Trainer does not move the model to its device. Neither says that these parameters are not trained.) The half in memory learnt, while the half on disk stayed as it was.
 #
 # ## Why
 #
@@ -506,7 +506,7 @@ plots.Table(heads, list(gradient_owners()), "The optimizer's weight, and the wei
 #
 # **Check before the first step**, in four lines. Then choose one of two remedies:
 #
-# - Leave the weights in the mapped file, without a `device_map`. Then all of them train, and each page that is updated becomes private.
+# - Leave the weights in the mapped file, without a `device_map`. Then all weights train. Each page that is updated becomes private, so in the end the whole model is in private memory.
 # - Freeze the layers on disk on purpose, and say so.
 #
 # The trainings called *guarded* in the output make this check: with half of the layers on disk, with all in memory, and with those on disk frozen. *Two steps* is the training without the check, for a claim below.
@@ -604,7 +604,7 @@ exercises.hint(
 )
 
 # %% tags=["exercise"]
-answer = None  # dict(...): arguments of from_pretrained, beside the folder
+answer = None  # dict(...): the arguments of from_pretrained that follow the folder
 
 
 # %% tags=["check"]
@@ -715,20 +715,17 @@ exercises.prove(check, solution=shared, mistake=lambda source, files: load(sourc
 # %% [markdown]
 # ## Common mistakes
 #
-# - *Reading resident memory as what the model needs.* It counts mapped pages, which the system may drop; and right after loading it is too small.
+# - *Taking resident memory for the memory that the model needs.* It counts mapped pages, which the system may drop; and right after loading it is too small.
 # - *Concluding from a falling loss that the model trains.* Half of it may.
 # - *Expecting bf16 to take half from the start.* A model that is converted while it loads takes more at the peak than in fp32.
 # - *Passing `low_cpu_mem_usage=True`, to be safe.* It has been ignored since [PR 36963](https://github.com/huggingface/transformers/pull/36963).
-
-# %%
-temporary.cleanup()  # the checkpoints
 
 # %% [markdown]
 # ## Recap
 #
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
-# - The usual way held the weights 2.00 times. Built on meta and mapped, the weights took 1.05 times their bytes at the peak, which came with the first answer. Right after loading they took 0.04.
+# - The usual way held the weights 2.00 times. Built on meta and mapped, the weights took 1.05 times their bytes at the peak, which came with the first answer. When `from_pretrained` returned, they took only 0.04, because they had not been read yet.
 # - Shards and `low_cpu_mem_usage` changed nothing: 0.99 and 1.00 times the memory. Four bits took 1.91 times, because the converted weights are private beside the mapped file.
 # - With 6 GB per card, `device_map="auto"` put only 0.89 times as many bytes onto two cards as the loop by hand, because it keeps room for the largest part on the first card.
 # - Layers on disk gave the same answers (a difference of 0), from the checkpoint itself.

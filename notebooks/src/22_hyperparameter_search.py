@@ -36,7 +36,7 @@ lab = Lab(profile, strict=strict, out=out, lesson="22_hyperparameter_search")
 claims = Claims(lab)
 temporary = tempfile.TemporaryDirectory()
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
-gc.freeze()  # the library collects garbage three times after each trial; imported modules are skipped
+gc.freeze()  # garbage collection, three times after each trial, skips all objects that exist now
 no_optuna = optional_packages.offer("optuna")
 if not no_optuna:
     import optuna
@@ -52,7 +52,7 @@ if not no_optuna:
 #
 # ## Predict
 #
-# We train one recipe 20 times, with 20 seeds. The scores scatter with a **standard deviation**, their typical distance from the mean. By how many standard deviations will the best be ahead of the mean?
+# We train one recipe 20 times, with 20 seeds. The scores scatter with a **standard deviation**, their typical distance from the mean. A score is a loss, so the best one is the lowest. By how many standard deviations will it be ahead of the mean?
 
 # %%
 question = "By how many standard deviations is the best of 20 equal recipes ahead of their mean?"
@@ -181,7 +181,7 @@ luck_lost = lost_lead(winner, promised)
 #
 # ## Successive halving, in seven lines
 #
-# A hopeless learning rate shows early. So give each candidate a quarter of the training, keep the best quarter of the candidates, and train only these to the end.
+# A hopeless learning rate shows early. So train each of 16 candidates for a quarter of the training, 1 epoch, and keep the best 4. Train only these again, for all 4 epochs. That takes 16 + 4 x 4 = 32 epochs instead of 64.
 
 
 # %%
@@ -211,7 +211,7 @@ ax.set_xscale("log")
 #
 # ## The library
 #
-# `Trainer.hyperparameter_search` trains with the settings that a function, the **space**, suggests. With the backend `optuna` this function receives a trial, from which it requests values. We keep the trials in order to look behind the result. `model_init` creates a new model for each trial.
+# `Trainer.hyperparameter_search` trains with the settings that a function, the **space**, suggests. With the backend `optuna` this function receives a trial, from which it requests values. The library returns only the best run; our function `search` returns all trials too. `model_init` creates a new model for each trial.
 
 
 # %%
@@ -229,6 +229,7 @@ def trainer_of(model_init=lambda: Net(), metrics=None, **settings):
 
 def search(made, space, trials, seed=0, **options):
     studies, options = [], dict(sampler=optuna.samplers.RandomSampler(seed=seed), n_trials=trials) | options
+    # the library does not return the study, which has all trials, so the space notes it
     noting = lambda trial: studies.append(trial.study) or space(trial)  # noqa: E731
     best = made.hyperparameter_search(noting, backend="optuna", **options)
     return best, studies[0].trials
@@ -260,8 +261,8 @@ def searched(pruner):
 found, notes = {}, {}  # by claim; a value that was not measured is absent
 if not no_optuna:
     made, best, trials, steps_in_full = searched(optuna.pruners.NopPruner())  # a pruner that never prunes
-    halve = optuna.pruners.SuccessiveHalvingPruner(16, reduction_factor=2)
-    pruned_best, steps_pruned = searched(halve)[1::2]
+    halve = optuna.pruners.SuccessiveHalvingPruner(16, reduction_factor=2)  # first after 16 steps
+    _, pruned_best, _, steps_pruned = searched(halve)
     rows = [["in full", steps_in_full, best.objective, best.hyperparameters["learning_rate"]]]
     rows += [["pruned", steps_pruned, pruned_best.objective, pruned_best.hyperparameters["learning_rate"]]]
     display(plots.Table(["search", "steps", "best loss", "its learning rate"], rows))
@@ -294,9 +295,10 @@ if not no_optuna:
     as_good = statistics.mean(of_pruned) < 1.01 * statistics.mean(of_best)
     found["hpo-pruning"] = steps_pruned / steps_in_full if as_good else 1.0
     notes["hpo-pruning"] = (
-        f"of the pruned search {statistics.mean(of_pruned):.3f}, of the full search {statistics.mean(of_best):.3f}"
+        f"loss with fresh seeds: best settings of the pruned search {statistics.mean(of_pruned):.3f}, "
+        f"of the full search {statistics.mean(of_best):.3f}"
     )
-    print(f"loss with fresh seeds: defaults {statistics.mean(plain):.3f}; best settings {notes['hpo-pruning']}")
+    print(f"{notes['hpo-pruning']}, defaults {statistics.mean(plain):.3f}")
 
 # %% [markdown]
 # The search was worth it: the default learning rate of 0.00005 is made for large models that are already trained.
@@ -353,7 +355,7 @@ if not no_optuna:
     found["hpo-objective-is-loss"] = sum(math.isclose(a, b, rel_tol=1e-6) for _, a, b in rows) / len(rows)
 
 # %% [markdown]
-# After the first `evaluate()` the metrics contain `eval_model_preparation_time`, in seconds, which never changes again. The default objective is the loss *if there is no other metric*, and otherwise the sum of the others. It leaves out times by their names, but not this one. So every trial has the same score, and the first wins. Write `compute_objective` yourself, as above.
+# After the first `evaluate()` the metrics contain `eval_model_preparation_time`, in seconds, which never changes again. The default objective is the loss *if there is no other metric*, and otherwise the sum of the others. The sum leaves out metrics whose names end like those of times, but not this one. So every trial has the same score, and the first wins. Write `compute_objective` yourself, as above.
 #
 # **Two.** You gave the Trainer `compute_metrics`.
 
@@ -421,7 +423,7 @@ if not no_optuna:
     )
 
 # %% [markdown]
-# No argument is called `rate`, so the misspelt search changes nothing: all three trials have one loss, and the library only logs a warning.
+# No argument is called `rate`, so the misspelt search changes nothing: all three trials have one loss, and the library only logs a warning. (The best run shows `learning_rate`, because the value has that name in optuna.)
 #
 # The table shows the other fault. The search casts each value to the type that the argument has at that moment. The default is the whole number 0, so 0.3 becomes 0, without a warning. Starting from `warmup_steps=0.0` fixes this argument. The function below detects wrong names and lossy casts of every argument:
 
@@ -496,11 +498,11 @@ if not no_optuna:
 # - `Trainer.train` creates the model before it applies the trial's settings. So **each trial runs with the seed of the one before** (the first one with the default, 42): in the table its loss equals the last column, not the one with its own seed.
 # - The Trainer trains with its own copy of the batch size, and only a trial updates this copy. After the search it is the last trial's.
 #
-# So create a *new* Trainer for the winning settings. And do not search the seed.
+# So create a *new* Trainer for the winning settings. And do not search the seed. If you have to, set it in `model_init`, as `seeded` does: the last line shows that the loss is then the same again.
 #
 # ## The default space
 #
-# Without a space of yours, `default_hp_space_optuna` searches learning rates up to 0.0001, batch sizes, the seed, and **1 to 5 epochs**. Here we search the library's space in 20 trials with our quick `train`, and with a wider model, which small rates suit better. How much of the gain remains with fresh seeds, and with the default 3 epochs?
+# If you pass no space, `default_hp_space_optuna` searches learning rates up to 0.0001, batch sizes, the seed, and **1 to 5 epochs**. Here we search the library's space in 20 trials with our quick `train`, and with a wider model, which small rates suit better. How much of the gain remains with fresh seeds, and with the default 3 epochs?
 
 # %%
 DEFAULTS = dict(learning_rate=5e-5, per_device_train_batch_size=8, num_train_epochs=3)
@@ -516,8 +518,8 @@ if not no_optuna:
     winner = {name: value for name, value in study.best_params.items() if name != "seed"}
     plain, fresh, as_long = map(lambda one: fresh_mean(**one), (DEFAULTS, winner, winner | {"num_train_epochs": 3}))
     gain = plain - study.best_value
-    rows = [["in the search", gain], ["fresh seeds", plain - fresh], ["and 3 epochs", plain - as_long]]
-    display(plots.Table(["gain over the defaults", "loss"], rows, str(study.best_params)))
+    rows = [["in the search", gain], ["with fresh seeds", plain - fresh], ["and for 3 epochs", plain - as_long]]
+    display(plots.Table(["trained", "gain over the defaults, in loss"], rows, str(study.best_params)))
     better = sum(one.value < plain for one in study.trials)
     print(f"{better} of 20 trials were better than the defaults")
     found["hpo-default-space"] = (plain - as_long) / gain
@@ -582,7 +584,7 @@ _ = widgets.explore(draw, trials=[20, 5, 50, 100], seeds=[1, 3, 10])
 #
 # Write a function that gets `run(seed, **settings)`. `run` trains `RECIPE` with `per_device_train_batch_size=64` and with your settings, and returns the validation loss. You may call `run` **at most 40 times**. Your function returns the settings and the loss that they will give. The check trains again with 20 fresh seeds and tests two things:
 #
-# - The mean loss with your settings must be lower than the mean loss without any, by at least two standard deviations of your 20 losses.
+# - The mean loss with your settings must be lower than the mean loss without them, by at least two standard deviations of the 20 losses with your settings.
 # - The loss that you report must be within one of these standard deviations of the mean loss with your settings.
 
 # %% jupyter={"source_hidden": true}
@@ -740,7 +742,7 @@ exercises.prove(check, solution=coarse_to_fine, mistake=by_halving)
 #
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
-# - The best of 20 equal recipes came out about two standard deviations ahead, as predicted. The search's winner was ahead by luck alone: trained again with fresh seeds, on fresh data, it lost 1.00 times the lead that luck alone gives.
+# - The best of 20 equal recipes came out about two standard deviations ahead, as predicted. The search's winner was ahead by luck alone: trained again with fresh seeds, on fresh data, it lost as much as the lead that luck alone gives (1.00 times).
 # - The search found a learning rate that gave 0.35 of the default's loss, and a pruner found as good a one in 0.54 of the steps. In the default space 0.63 of the winner's gain was left at equal length. The rest was a longer training.
 # - The library's default direction returned 0.83 of the best accuracy. Pass `compute_objective` and `direction`, and check the space.
 # - Training again after the search gave 1.41 times the best loss. Create a new Trainer for the winning settings.
