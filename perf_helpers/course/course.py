@@ -37,7 +37,7 @@ BACKEND = "module://matplotlib_inline.backend_inline"
 # The smallest sizes only test that lessons run. A pool of compilers would compile headers twice, and for six seconds
 # inductor would test which instructions this CPU has.
 AT_SMALLEST = {quiet.UNTIMED: "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-FIRST = ("15", "16")  # of lessons in parallel these begin first: they wait most, because they time several processes
+FIRST = ("12", "15", "16")  # of lessons in parallel these begin first: they wait most, as they time several processes
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
