@@ -349,6 +349,8 @@ LATER = {  # rehearsed with torch 2.15 only
     "sort of many long rows": lambda: of_one(torch.sort, 130, 5000),
     "sort of long columns": lambda: of_one(torch.sort, 5000, 6, dim=0),
     "sort of 16 bits": lambda: of_one(torch.sort, 5000, dtype=F16),
+    "sort of 8 bits": lambda: of_one(torch.sort, 900_000, dtype=torch.uint8),
+    "sort of very long rows": lambda: of_one(torch.sort, 100, 9000, dtype=torch.bool),
     "largest of few": lambda: of_one(torch.topk, 16, 600, k=3),
     "largest of long rows": lambda: of_one(torch.topk, 4, 30_000, k=10),
     "many largest of long rows": lambda: of_one(torch.topk, 4, 30_000, k=5000),

@@ -28,13 +28,16 @@ def _unique_at_once(gpu: Gpu) -> int:
 
 
 def _sorted_at_once(gpu: Gpu) -> dict[int, int]:
-    """Return {bytes of a key: how many elements a block of threads sorts at once}, see `sort_bytes`."""
-    of_words = {7: (2816, 2816), 8: (3072, 3840)}.get(gpu.capability[0], (5376, 4608))
-    return dict(zip((4, 8), of_words, strict=True)) | ({2: 5632} if gpu.capability >= (9, 0) else {})
+    """Return {bytes of a key: how many elements a block of threads sorts at once}, see `sort_bytes`.
+
+    The key 0 stands for keys of 8 bytes that are sorted without positions.
+    """
+    of_words = {7: (2816, 2816, 2816), 8: (3840, 3072, 3840)}.get(gpu.capability[0], (5760, 5376, 4608))
+    return dict(zip((0, 4, 8), of_words, strict=True)) | ({1: 3456, 2: 5632} if gpu.capability >= (9, 0) else {})
 
 
 def sort_bytes(gpu: Gpu, count: int, largest: int, key: int = WORD) -> int:
-    """Return the bytes of the buffer in which CUB sorts `count` keys, together with their positions, by radix sort.
+    """Return the bytes of the buffer in which CUB sorts `count` keys, and their positions with them, by radix sort.
 
     Each pass sorts by 8 bits. The buffer holds the bins of each pass and the progress of each thread block; if
     there is more than one pass, it also holds a second copy of the keys and positions.
@@ -43,7 +46,7 @@ def sort_bytes(gpu: Gpu, count: int, largest: int, key: int = WORD) -> int:
     Args:
         count: number of keys.
         largest: a number that is larger than all keys.
-        key: bytes of a key.
+        key: bytes of a key; 0: keys of 8 bytes without positions.
     """
     passes = -(-max(largest - 1, 1).bit_length() // 8)
     shares = -(-count // _sorted_at_once(gpu)[key])
@@ -54,12 +57,12 @@ def sort_bytes(gpu: Gpu, count: int, largest: int, key: int = WORD) -> int:
 def _keys_bytes(gpu: Gpu, count: int, key: int) -> int:
     """Return the bytes of the buffer in which CUB sorts `count` numbers of `key` bytes, together with positions.
 
-    Before compute capability 9.0, numbers of 16 bits are sorted by bins of each multiprocessor.
+    Before compute capability 9.0, numbers of 8 or 16 bits are sorted by bins of each multiprocessor.
     """
     if key in _sorted_at_once(gpu):
         return sort_bytes(gpu, count, 1 << (8 * key - 2), key)
     again = next_multiple(count * key, CUB_BYTES) + next_multiple(count * WORD, CUB_BYTES)
-    return again + 10_240 * gpu.processors.count + 45_311
+    return again + (10_240 if key > 1 else 2560) * gpu.processors.count + 45_311
 
 
 def _sort(gpu: Gpu, made, tensor, dim=-1, *_, **options) -> list[Step]:
@@ -86,7 +89,7 @@ def _sort(gpu: Gpu, made, tensor, dim=-1, *_, **options) -> list[Step]:
         twice = next_multiple(count * key, CUB_BYTES) + next_multiple(places, CUB_BYTES)
         return [*made, *copies, places, twice + 255]
     first = [places, places, count * key, _keys_bytes(gpu, count, key), Free(n + 3), Free(n + 2)]
-    return [*made, *copies, *first, sort_bytes(gpu, count, rows)]
+    return [*made, *copies, *first, sort_bytes(gpu, count, rows, key=0)]
 
 
 def _topk(gpu: Gpu, made, tensor, k, dim=-1, largest=True, ordered=True, *_, **__) -> list[Step]:
