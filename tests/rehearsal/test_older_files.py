@@ -65,9 +65,9 @@ def act(folder, draw):
     elif action == "copy" and one.exists() and other.parent.is_dir() and one != other:
         shutil.copy2(one, other)
     elif action == "delete" and one.exists():
-        one.unlink()
+        os.remove(path=one)
     elif action == "replace" and one.exists() and other.parent.is_dir():
-        os.replace(one, other)
+        os.replace(src=one, dst=other)
     elif action == "make":
         one.parent.mkdir(parents=True, exist_ok=True)
     elif "folder" in action and (old := draw.choice(folders)).exists():

@@ -80,16 +80,16 @@ class OlderFiles:
                 self.opened |= {name} if "b" in mode else set()
         return plain(file, mode, *args, **kwargs)
 
-    def move(self, plain: Callable, source: Any, target: Any, **kwargs) -> None:
-        """Rename a file or folder with `plain`; keep an earlier `target`; note `source`, if it is an earlier one."""
-        if kwargs or any(isinstance(path, int) for path in (source, target)):
-            return plain(source, target, **kwargs)
-        old, new = _absolute(source), _absolute(target)
+    def move(self, plain: Callable, src: Any, dst: Any, **kwargs) -> None:
+        """Rename the file or folder `src` with `plain`; keep an earlier `dst`; note `src`, if it is an earlier one."""
+        if kwargs or isinstance(src, int) or isinstance(dst, int):
+            return plain(src, dst, **kwargs)
+        old, new = _absolute(src), _absolute(dst)
         inside = {os.path.join(folder, name) for folder, _, names in os.walk(old) for name in names}
         is_older = self.is_older(old) or any(map(self.is_older, inside)) or bool(inside & self.aside)
         if os.path.lexists(old) and old != new:
             self.set_aside(new)
-        plain(source, target)
+        plain(src, dst)
         if is_older and old != new:
             self._note(new, old)
         self.opened, self.aside = moved(self.opened - {new}, old, new), moved(self.aside, old, new)

@@ -50,20 +50,20 @@ class Files:
         self.saved.add(os.path.abspath(os.fspath(path)))
         self.changed()  # now, because this process may be killed
 
-    def move(self, plain: Callable, source: Any, target: Any, *args, **kwargs) -> Any:
-        """Call `plain`, which renames, links or copies `source` to `target`, and return its result.
+    def move(self, plain: Callable, src: Any, dst: Any, *args, **kwargs) -> Any:
+        """Call `plain`, which renames, links or copies `src` to `dst`, and return its result.
 
-        If `source` is a file in `saved` (written without values), or a folder with such files, add their new paths to
+        If `src` is a file in `saved` (written without values), or a folder with such files, add their new paths to
         `saved`.
         """
-        if not isinstance(source, str | os.PathLike) or not isinstance(target, str | os.PathLike):
-            return plain(source, target, *args, **kwargs)
-        old, new = (os.path.abspath(os.fspath(path)) for path in (source, target))
+        if not isinstance(src, str | os.PathLike) or not isinstance(dst, str | os.PathLike):
+            return plain(src, dst, *args, **kwargs)
+        old, new = (os.path.abspath(os.fspath(path)) for path in (src, dst))
         if old in self.older.opened and has_mark(old):
             self.saved.add(old)
         moved = {new + name[len(old) :] for name in self.saved if name == old or name.startswith(old + os.sep)}
         self.saved = self.saved - {new} | moved
-        return plain(source, target, *args, **kwargs)
+        return plain(src, dst, *args, **kwargs)
 
 
 class _Records:
