@@ -105,7 +105,7 @@ print(f"rows/s grow by {rates['measured'][-1] / rates['measured'][0]:.0f} x from
 print(f"half of the highest rate is reached at {enough} rows; the knee was predicted at {knee}")
 
 # %% [markdown]
-# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If row counts near the knee are slower than predicted, the kernel for small matmuls does not reach the ceiling of arithmetic. (The prediction reaches half of the highest rate at about half of the knee. Compare the last printed line.)
+# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If row counts near the knee are slower than predicted, the kernel for small matmuls does not reach the ceiling of arithmetic. (The predicted curve reaches half of its highest rate at about half of the knee's rows. The last printed line says how many rows the measured curve needs.)
 #
 # ## The second knee: has every core something to do?
 #
@@ -164,11 +164,11 @@ for card, count in {"H100": 132, "A100": 108, "T4": 40, "one core": 1}.items():
     print(f"{card}: {rounds} waves for 512, 1024, 2048, 4096 and 8192 rows of a layer with 1024 columns")
 
 # %% [markdown]
-# The printed lines count the waves of this layer on four devices. While the number of waves stays the same, more rows take no more time. So a layer has two knees. At the knee of **intensity** arithmetic begins to take longer than reading; at the knee of **occupancy** all multiprocessors have a tile. A larger batch is faster until the later of the two. A single core has only the first knee. On a large GPU, a layer with few columns reaches the second knee at many more rows than the first.
+# While the number of waves stays the same, more rows take no more time. So a layer has two knees. At the knee of **intensity** arithmetic begins to take longer than reading; at the knee of **occupancy** all multiprocessors have a tile. A larger batch is faster until the later of the two. A single core has only the first knee. On a large GPU, a layer with few columns reaches the second knee at many more rows than the first.
 #
 # ## Baseline: the largest batch that fits
 #
-# A whole step also has small operations, and an update that costs the same for every batch. We begin with the memory. From some batch size on, each further sample adds the same number of bytes to the peak. So two measured sizes give a straight line. The line gives the largest batch that fits, and two more runs check it.
+# A whole step also has small operations and an update. We begin with the memory. From some batch size on, each further sample adds the same number of bytes to the peak. So two measured sizes give a straight line. The line gives the largest batch that fits, and two more runs check it.
 
 # %%
 sizes = (16, 32) if on_cpu else (8, 16)
@@ -198,7 +198,7 @@ with lab.quiet():
 widgets.revealed(lab, "twice the memory", fitting, estimate=estimated)
 
 # %% [markdown]
-# Twice the memory is not twice the batch. Weights, gradients and optimizer states take the same bytes for every batch. They are in the first half already, so the second half is free for samples.
+# Weights, gradients and optimizer states take the same bytes for every batch. They are in the first half of the memory already, so the second half is free for samples.
 #
 # The estimate trains nothing. The Trainer's argument `auto_find_batch_size=True` tries batch sizes instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error. (Until [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 it halved the batch.) The next cell calls this function directly. On a CPU we cause the error ourselves: above the limit we ask for more memory than any machine has. The cell also tests an out-of-memory message of oneDNN, torch's library for matmuls on a CPU.
 #
@@ -335,7 +335,7 @@ def least_seconds(shapes):
 of = dict(zip(columns, least_seconds([(rows_here, number, depth) for number in columns])))
 scale = of[edge] / waves(rows_here, edge, tile, at_once)
 series = {"measured": [1e6 * x for x in of.values()], "predicted": [1e6 * scale * x for x in expected_waves]}
-plots.lines(columns, series, "columns", "microseconds", title="Prediction scaled to the first edge").set_ylim(0)
+plots.lines(columns, series, "columns", "microseconds", title="Predicted: waves x time at the first edge").set_ylim(0)
 for wave in (1, 2, 3, 4):
     jump = of[wave * edge + past] / of[wave * edge]
     print(f"{wave * edge} -> {wave * edge + past} columns: predicted {(wave + 1) / wave:.2f} x, measured {jump:.2f} x")
@@ -343,9 +343,9 @@ for wave in (1, 2, 3, 4):
 # %% [markdown]
 # If the measured time jumps where the predicted line does, the size of the tile is confirmed. If a jump is lower than predicted, the kernel has a cheaper way to compute a tile that is not full.
 #
-# **Alignment** is another effect. A GPU's tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. To see alignment alone, sizes must need the same number of tiles. The sizes just above 61 x 64 = 3904 do: no edge of the usual large tiles is among them. The claims below compare 3904 (a multiple of 64) with 3912 (of 8) and 3913 (odd), on a GPU.
+# **Alignment** is another effect. A GPU's tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. The claims below compare 3904 (61 x 64, a multiple of 64), 3912 (of 8) and 3913 (odd), on a GPU. From 3904 to 3913 there is no multiple of 128, a usual width of tiles. So these sizes need the same number of tiles, and only the alignment differs.
 #
-# The next cell changes one dimension of a matmul at a time: its rows M (samples x tokens), its columns N (features out), or its depth K (features in). Each entry of the table is the FLOP/s at a size, divided by the FLOP/s at size n: below 1 is slower. On a GPU n is 3904, so the table shows alignment. On a CPU n is the length of four vectors, so row N shows an edge: *n + 1* begins a new tile. The lines above the table are about the output layer of a language model, with 30522 words or padded to 30528.
+# The next cell changes one dimension of a matmul at a time: its rows M (samples x tokens), its columns N (features out), or its depth K (features in). Each entry of the table is the FLOP/s at a size, divided by the FLOP/s at size n: below 1 is slower. On a GPU n is 3904, so the table shows alignment. On a CPU n is the length of four vectors, so row N shows an edge: *n + 1* begins a new tile. If *n - 1* is slow too, an incomplete tile is slow here. The lines above the table are about the output layer of a language model, with 30522 words or padded to 30528.
 
 # %%
 base, rest = (4 * vector, 256) if on_cpu else (61 * 64, 4096)
@@ -465,7 +465,7 @@ claims.check("batch-multiple-of-eight", eight, note=f"{task.length()} tokens per
 # %% [markdown]
 # ## Explore
 #
-# Choose a GPU that you may not have. How many rows fill it, and how many more begin a new wave? Then make the layer wider.
+# Choose a GPU that you may not have. The curve shows the share of its arithmetic that is used: incomplete tiles and idle multiprocessors lower it. How many rows fill the GPU, and how many more begin a new wave? Then make the layer wider.
 
 
 # %% tags=["widget"]
@@ -539,7 +539,7 @@ exercises.prove(check, solution={"A", "D"}, mistake={"D"})  # the mistake: the f
 #
 # ## Part 2: learning
 #
-# The gradient of a batch is the true gradient plus noise, and the variance of the noise falls as one over the batch size. The squared length of a batch's gradient is therefore **signal + noise / batch**. Measured at two batch sizes, it gives two equations for the two unknowns, signal and noise. Their ratio, noise / signal, is the *simple noise scale* of [McCandlish et al.](https://arxiv.org/abs/1812.06162): the batch size at which noise is half of the squared length. Far below the noise scale, one step with twice the batch is worth nearly two steps. Far above it, twice the batch brings nearly nothing.
+# The gradient of a batch is the *true gradient*, the mean over all possible samples, plus an error that shrinks in larger batches. On average the squared length of a batch's gradient is **signal + noise / batch**. Here *signal* is the squared length of the true gradient, and *noise* is the variance of one sample's gradient. Measuring two batch sizes gives two equations for these two unknowns. Their ratio, noise / signal, is the *simple noise scale* of [McCandlish et al.](https://arxiv.org/abs/1812.06162): the batch size at which noise is half of the squared length. Far below the noise scale, one step with twice the batch is worth nearly two steps. Far above it, twice the batch brings nearly nothing.
 
 
 # %%
@@ -587,7 +587,7 @@ for ax, title, squared in zip(axes, ("At the start", "After 24 steps of 32"), le
 print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".format(*scales))
 
 # %% [markdown]
-# The line is computed from the first and the last point, and comes close to the five points between them. The printed noise scale changes as the model learns. That is one reason why no batch size is right for a whole training, and why a high learning rate is often reached in small steps (*warm-up*).
+# The line is computed from the first and the last point, and comes close to the five points between them. The printed noise scale changes as the model learns. That is one reason why no batch size is right for a whole training.
 #
 # Now we train with batches of 8, 32 and 128 samples. The model has to classify sequences. In class 1 each token is replaced by a *marker* with a probability of 10 %; in class 0 no token is. A few sequences of class 1 have no marker, so even the best rule, *class 1 if there is a marker*, is not always right. Each size gets three learning rates. Batches 32 and 128 get
 #
@@ -711,7 +711,7 @@ for ax, unit in zip(axes, ("samples", "steps")):
 axes[2].set(xlabel="samples", ylabel="steps", title=f"What a loss of {target} takes", xlim=(0, None), ylim=(0, None))
 axes[2].legend(frameon=False)
 rows = [[size, n, n and n * size, n and n * step_of[size]] for size, n in needed.items()]
-plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {target}")
+plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {target}, at the best rate (interpolated)")
 
 # %% [markdown]
 # Each column has its own winner:
@@ -726,7 +726,7 @@ plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {targ
 #
 # ## What held: learning
 #
-# The third claim, how well a training *ends*, compares the distance to the best rule, not the loss, because even the best rule has a loss. If its verdict is *too small to tell*, the three seeds disagree.
+# The third claim, how well a training *ends*, compares the distance to the best rule, not the loss. If its verdict is *too small to tell*, the three seeds disagree.
 
 
 # %% tags=["claim"]
@@ -807,7 +807,7 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# - **Speed:** a larger batch was faster until the later of two knees. The ceilings predict one knee, the tiles the other. In a whole step, more samples also share the update and each call: updates were a share of 0.36 of the seconds that the largest batch saved (on the machine named in part 1).
+# - **Speed:** a larger batch was faster until the later of two knees. In a whole step, more samples also share the update and each call: updates were a share of 0.36 of the seconds that the largest batch saved (on the machine named in part 1).
 # - **Memory:** the largest batch that fits was found by a search that crashes, and by a line that does not. Your outputs show what it brought, and whether the time jumped at the edges of tiles.
 # - **Learning:** after 16 steps the loss with batch 128 was 0.09 times that with batch 8; after the same 512 samples it was 11.8 times. By seconds the winner depends on your machine, and a large batch needs a scaled learning rate.
 
