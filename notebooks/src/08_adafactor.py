@@ -262,7 +262,7 @@ processes = [lab.run(parts, f"parts {number}", task=sized, measure="value").valu
 measured = [list(map(statistics.median, process)) for process in processes]
 
 # %% [markdown]
-# The medians of the parts give Adafactor's throughput as a share of AdamW's. How exact is the time of a part? Each part was timed four times per process. We divide the sum of two timings by the sum of the other two; without noise this ratio would be 1. The largest deviation of all parts, but at least 5 %, is taken as the error of every part (`floor`). For each end of the interval we assume that all errors act in the same direction.
+# The medians of the parts give Adafactor's throughput as a share of AdamW's. How exact is the time of a part? Each part was timed four times per process. We divide the sum of two timings by the sum of the other two; without noise this ratio would be 1. The largest deviation of all parts, but at least 5 %, is taken as the error of every part (`floor`). Each end of the interval assumes the worst case. For the lower end, both passes and AdamW's update took less time than measured, and Adafactor's update took more. For the upper end it is the reverse.
 
 
 # %%
@@ -284,7 +284,7 @@ rows = [[name, *map(plots.seconds_text, seconds)] for name, seconds in zip(names
 plots.Table(["part of a step", "process 1", "process 2", "process 3"], rows)
 
 # %% [markdown]
-# The cost in percent falls as the batch grows. (The last printed line assumes that the passes take time in proportion to the batch.) Gradient accumulation lowers it in the same way. The cost depends on the device, too: passes mostly compute, an update mostly reads and writes memory. The guide's V100 does some 17 operations in the time in which it moves one byte. On a device that does fewer operations in that time, the passes take longer compared with the update, and the update is a smaller part of the step.
+# The cost in percent falls as the batch grows. (The last printed line assumes that the passes take time in proportion to the batch.) Gradient accumulation lowers it in the same way. The cost depends on the device, too: passes mostly compute, an update mostly reads and writes memory. So the ratio of the two rates decides. The guide's V100 does some 17 operations in the time in which it moves one byte. On a device that does fewer operations per byte, computing takes a larger part of the step. The passes then take longer compared with the update, and the update matters less.
 #
 # > **On a GPU:** the parts alone do not give the time of a step, because the host queues small operations while the GPU is still busy. There, the next cell interleaves two whole trainings.
 
@@ -396,7 +396,7 @@ exercises.question(
 # %% [markdown]
 # "Same settings, other optimizer" is no fair trial: a learning rate that suits one may ruin the other.
 #
-# A printed ratio above 1 means that Adafactor ended with the higher loss. The interval beside it is the range of the five seeds. The true median is outside this range only if all five seeds are on the same side of the median by chance. This happens one time in sixteen (2 × ½⁵).
+# A printed ratio above 1 means that Adafactor ended with the higher loss. The interval beside it is the range of the five seeds. Five seeds are few: the *true median* is the one that very many seeds would give. It is outside the range only if, by chance, all five seeds are on the same side of it. This happens one time in sixteen (2 × ½⁵).
 #
 # Upper row: the curves of the two optimizers cross. Which optimizer is ahead depends on the shared rate (first printed line of each task), so a comparison at one shared rate can have either result. Without a first moment Adafactor's step is not smoothed, and the same rate moves the weights further: Adafactor tends to need smaller rates. Lower row: even if each optimizer has its own best rate, the two tasks may disagree about the better optimizer. Compare the two ratios.
 #
