@@ -300,7 +300,7 @@ shares = [waiting_share(bars[12:]) for bars in pair]
 print("share of the time spent waiting: {:.0%} by the rules, {:.0%} measured".format(*shares))
 
 # %% [markdown]
-# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. The reader waits three times as long as a step takes *alone*. If steps take longer beside the workers, a read is shorter than three of these steps, and the measured waits are shorter too. If later steps are faster than those that set the reader's speed, it is the other way round: a read takes more than three steps, and four workers can gain more than the four times that the rules predict.
+# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. A read is set to take three times `own`, the time of a step that ran *alone*, before the workers started. If the steps beside the workers are slower than that, a read takes fewer than three of them, and the waits are shorter than predicted. If they are faster, a read takes more than three of them: the waits are longer, and four workers can gain more than the four times that the rules predict.
 #
 # ## More workers
 #
@@ -359,7 +359,7 @@ plots.Table(["workers", "to the first batch, ms", "unique MB per worker, array",
 # %% [markdown]
 # The start is paid again in every epoch, unless `persistent_workers=True` keeps the workers alive.
 #
-# A fork shares its parent's memory only until one of the two writes to it. Even *reading* a Python object writes to memory, because Python updates the object's reference count. Page by page, each worker therefore gets its own copy of the list. An array, a tensor or an Arrow table (the form in which the library datasets stores rows) has one reference count for all of its content.
+# A fork shares its parent's memory only until one of the two writes to it. Even *reading* a Python object writes to memory, because Python updates the object's reference count. Page by page, each worker therefore gets its own copy of the list. An array, a tensor or an Arrow table (the form in which the library `datasets` stores rows) has one reference count for all of its content.
 #
 # If `/dev/shm` is full, the training ends. With 4 MB of it, torch 2.13 ended with *unable to allocate shared memory ... No space left on device*; older versions ended with a *bus error*. A remedy that is often given, `torch.multiprocessing.set_sharing_strategy("file_system")`, ended with the same message, because its files are in `/dev/shm` too. (It is a remedy against *too many open files*.) More space helps, and so do fewer workers or smaller batches.
 #
@@ -455,7 +455,7 @@ plots.Table(["four workers over 128 samples", "samples read", "different samples
 # Work that is the same in every epoch can be done once. In the next cell, a tokenizer is trained on generated text. Then one epoch is loaded in three ways:
 #
 # - tokenised batch by batch;
-# - tokenised once before, by `map` of the library datasets, which writes files in the Arrow format; their rows are read as Python lists;
+# - tokenised once before, by `map` of the library `datasets`, which writes files in the Arrow format; their rows are read as Python lists;
 # - from the same files, with rows read as tensors.
 
 
@@ -555,7 +555,7 @@ plots.Table(["batches", "share of padding", "tokens per second, padding not coun
 # %% [markdown]
 # Sequences of similar length fill their rectangle well. The price is an order that is less random: a batch has only long or only short sequences.
 #
-# Packed rows keep the order and need hardly any padding. The price is the mask. And if a model gives one answer per row, it needs to know where each sequence begins. This is why packing is used mostly for language models.
+# Packed rows keep the order and need hardly any padding. The price is the mask: it has a value for each pair of tokens in a row, not for each token. And if a model gives one answer per row, it needs to know where each sequence begins. This is why packing is used mostly for language models.
 #
 # ## To the GPU
 #
@@ -610,7 +610,7 @@ def utilisation(task):  # in percent: [with everything ready, with a slow reader
 # %% [markdown]
 # ## The Trainer's own arguments
 #
-# The first table lists the Trainer's defaults in your version of transformers (without a prefetch factor, torch uses its own: 2). The second one compares two trainings over a data set that waits 15 ms for each sample: one with the defaults, one with two arguments changed.
+# The first table lists the Trainer's defaults in your version of transformers (without a prefetch factor, torch uses its own: 2). The second one compares two trainings over a data set that waits 15 ms for each sample: one with the defaults, one with two arguments changed. (In this table, a step time is the median of four steps. The workers deliver four batches at nearly the same time, so most of these steps find theirs ready. In a long training, a step takes at least a quarter of a batch's loading time.)
 
 
 # %%
