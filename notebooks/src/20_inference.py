@@ -132,7 +132,7 @@ print(f"rows multiplied for keys and values: {rows['without']} without a cache, 
 # %% [markdown]
 # ## The library's caches
 #
-# `generate` keeps a cache by default. In the result of `generate` this cache is called `cache` since transformers 5.24, and `past_key_values` before. We request 40 new tokens after a prompt of 24. The cache then holds 63 tokens, because nothing follows the last one. A **dynamic** cache grows with each token. A **static** cache is allocated at once for all tokens to come, so that its shapes stay fixed and a compiler can use them. We count the bytes of their tensors.
+# `generate` keeps a cache by default. In the result of `generate` this cache is called `cache` since transformers 5.24, and `past_key_values` before. We request 40 new tokens after a prompt of 24. The cache then holds 63 tokens, not 64: the last new token never goes through the model, so it has no key and no value. A **dynamic** cache grows with each token. A **static** cache is allocated at once for all tokens to come, so that its shapes stay fixed and a compiler can use them. We count the bytes of their tensors.
 
 
 # %%
@@ -345,9 +345,9 @@ table = [[name, *(f"{step[f'{name}, {count}']:.1f}" for count in (1, 4, 16))] fo
 plots.Table(["weights", "1 answer", "4", "16"], table, "ms until each answer has its next token")
 
 # %% [markdown]
-# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. We measured two cases. When answers are *written*, as in the picture above, the page is wrong. When prompts are *read*, it is right: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. The next cell first prints the throughput of 16 prompts together, relative to one: a number near 1 means no gain.
+# Up to some number of answers, an additional answer costs little, because the weights are read anyway. But each *answer* waits longer for its next token: this is its **latency**, shown in the table. transformers' page on pipelines advises against batches on a CPU. We measured two cases. When answers are *written*, as in the picture above, the page is wrong. When prompts are *read*, it is closer to the truth: a model that reads a long prompt already uses each weight for many tokens, so a batch saves little. The next cell first prints the throughput of 16 prompts together, relative to one: a number near 1 means no gain.
 #
-# Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 instructions (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So each claim on their speed, in *What held*, has a prediction. The predicted time in nf4 and int8 is the time of a token in bf16, minus the time of its bf16 matrices, plus the time of the quantized matrices. The table below has these matrices, timed alone.
+# Fewer bits are fewer bytes to read, but the weights must be unpacked before each matmul. Which effect wins depends on the processor and on the library's kernels for it. bitsandbytes has a kernel for 4 bits on CPUs with AVX512-BF16 instructions (`backends/cpu/ops.py`); on others it unpacks a whole matrix first. So each claim on their speed, in *What held*, has a prediction. The predicted time in nf4 and int8 is the time of a token in bf16, minus the time of its bf16 matrices, plus the time of the quantized matrices. The table below has these matrices, timed alone. In a token they share the processor's caches with the rest, so the verdict shows a range: the prediction divided and multiplied by 1.5.
 
 
 # %%
@@ -415,7 +415,7 @@ print(
 plots.Table(["what", "peak", "bytes passed to compute_metrics"], rows)
 
 # %% [markdown]
-# The memory of the kept logits grows with the number of samples: with few samples, evaluation does take less than training. `eval_accumulation_steps` only moves the logits to the host earlier, and keeps all of them there. The remedy is the argmax.
+# The Trainer joins the logits of each batch to those that it has kept. For a moment the old and the new tensor both exist, so the peak has the logits about twice. Their memory grows with the number of samples: with few samples, evaluation does take less than training. `eval_accumulation_steps` only moves the logits to the host earlier, and keeps all of them there. The remedy is the argmax.
 #
 # ## Padding has a side
 #
@@ -502,7 +502,7 @@ lab.foresee(
 # %% [markdown]
 # ## Exercise 1: serve 64 requests
 #
-# As in practice, many requests are short and some are long. Each answer must be the one that its request gets alone. You decide which requests share a batch, on which side the padding goes, and the type of the weights: your answer is a dict with these three arguments of `serve`, the function below. Two bad solutions set your limits, which are printed below. One request at a time is slow: you may take 0.75 of its time. All at once takes much memory: you may take a third of it.
+# As in practice, many requests are short and some are long. Each answer must be the one that its request gets alone. You decide which requests share a batch, on which side the padding goes, and the type of the weights: your answer is a dict with these three arguments of `serve`, the function below. Two bad solutions set your limits, which are printed below. One request at a time is slow: you may take 0.75 of its time. All at once takes much memory: you may take a third of it. (The solution's cell also tries a wrong answer, on purpose. The warnings about padding below that cell come from it.)
 
 
 # %%
