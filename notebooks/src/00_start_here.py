@@ -133,7 +133,7 @@ plots.Table(["who looks", "process id", "resident memory, MB", "sees the hoard"]
 # %% [markdown]
 # Three process ids, and one process that sees the hoard: the one that made it. `lab.run` sent a function written in this notebook to a fresh process, called it there, and returned its result as the run's `value`. `measure` says what to measure meanwhile: memory, time, or only this value. *Resident memory* is what the system has given to a process. An experiment starts with torch and transformers loaded, hence not at 0.
 #
-# Was a restart ever *needed*? A tensor lives as long as something refers to it. The next cells test the guide's case, a training in a process that goes on afterwards. They count the bytes of all live tensors twice: while the Trainer exists, and after it is deleted. The claim holds if more than 1 % of these bytes are left. The second cell prints the first verdict; *What held*, further down, explains such a box line by line.
+# Was a restart ever *needed*? A tensor lives as long as something refers to it. The next cells test the guide's case: a process trains a model, deletes the Trainer, and goes on with other work. They count the bytes of all live tensors twice: while the Trainer exists, and after it is deleted. The claim holds if more than 1 % of these bytes are left. The second cell prints the first verdict; *What held*, further down, explains such a box line by line.
 
 
 # %%
@@ -165,6 +165,8 @@ note = f"{plots.bytes_text(held)} with its Trainer, {plots.bytes_text(left)} wit
 claims.check("restart-needed", left / held, note=note)
 
 # %% [markdown]
+# (The line *why* ends with GPUs. The *context* is what CUDA itself keeps on the GPU for each process. *cuBLAS' workspaces* are buffers of CUDA's library for matrix multiplications.)
+#
 # In a notebook something often does refer to the Trainer: a variable of the cell before, the last output, the traceback of a failure. Then the memory stays taken until you clear that reference or restart the kernel.
 #
 # And a failure can be worse than a traceback: when memory runs out, the system often kills the process. Here an experiment kills its own process:
@@ -285,7 +287,7 @@ claims.check("weights-cost", cost["fp32"], note=f"from a checkpoint in bf16: {co
 # %% [markdown]
 # (The lab may have a few bytes more than our count: tables of position numbers, which are no parameters; on a GPU also the rounding of each tensor to 512 bytes.) The note under the claim is news since the guides: transformers 5 keeps the dtype of the checkpoint; older versions turned every checkpoint into fp32. So a model published in 16 bits is trained in 16 bits, unless you say `dtype=torch.float32`.
 #
-# The box with the ✓ or ✗ above is a **verdict**. Its line *measured* has the number from this machine, and *quantity* says how the number is computed (`/` is a division). *holds if* is the rule, *guide* is what the guide measured elsewhere, and *why* gives the reason if a claim does not hold. There are five verdicts:
+# The box with the ✓ or ✗ above is a **verdict**. Its line *measured* has the number from this machine, and *quantity* says how the number is computed (`/` is a division). *holds if* is the rule, *guide* is what the guide measured elsewhere, and *why* gives the reason if a claim does not hold. There are five verdicts. (Both claims of this lesson measure a single number without an interval; it counts as an interval whose two ends are equal.)
 #
 # | | verdict | it means |
 # |---|---|---|
