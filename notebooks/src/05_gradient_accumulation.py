@@ -166,7 +166,7 @@ for name, make in optimizers.items():
 # %% [markdown]
 # Adam divides the gradient by a running average of the gradient's own size, so a constant factor cancels. With Adam such an error can therefore remain unnoticed. SGD multiplies the step by this factor, as if the learning rate were four times as high.
 #
-# Two effects remain with every optimizer, Adam included. A log that adds up the losses of the micro-batches, as the Trainer's does, shows a loss four times too high. And gradient clipping, which the Trainer does at a norm of 1 by default, already clips gradients of a quarter of that norm.
+# Two effects remain with every optimizer, Adam included. A log that adds up the losses of the micro-batches, as the Trainer's does, shows a loss four times too high. And the Trainer's gradient clipping shortens too many gradients. By default it shortens each gradient whose norm is above 1; now it does so as soon as the *right* gradient has a norm above a quarter.
 
 # %% jupyter={"source_hidden": true}
 assert cosine_similarity(*contrastive, dim=0) < 0.99  # as the row above shows
@@ -344,7 +344,7 @@ exercises.question(
 #
 # Does the Trainer's `gradient_accumulation_steps` give the same gradient as a loop over micro-batches, like the one in `gradient` above? Two models are tested: a BERT classifier with two layers, and a small language model.
 #
-# The loss of each micro-batch must be scaled, as in the first experiment. Either the Trainer divides it by the number of accumulation steps, or the model divides it by the number of labels in the whole effective batch. The Trainer counts these labels, and passes the count to the model as `num_items_in_batch`. Two facts decide the outcome:
+# The loss of each micro-batch must be scaled, as in the first experiment. There are two ways. Either the model returns the mean loss of the micro-batch, and the Trainer divides it by the number of accumulation steps. Or the model adds up the losses of all labels in the micro-batch, and divides the sum by the number of labels in the whole effective batch. The Trainer counts these labels, and passes the count to the model as `num_items_in_batch`. Two facts decide the outcome:
 #
 # - *Does the Trainer trust the model to divide by the count?* If so, the Trainer does not divide the loss.
 # - *Does the model divide by the count?* The test passes another count to the model, and looks whether the loss changes.
@@ -515,7 +515,7 @@ claims.check(
 assert not more_steps.known or more_steps.high > 1  # the answer to the question "slower"
 
 # %% [markdown]
-# The two guides contradict each other less than it seems. The 2022 guide keeps the micro-batch: the passes are the same, and there are fewer updates. The 2023 guide keeps the effective batch: more accumulation steps mean smaller passes. But the 2023 guide also says that more accumulation steps cost more, and does not say whether the effective batch or the micro-batch stays the same. `accumulation-cost-grows` tests that sentence with the same micro-batch. The note of `accumulation-fewer-updates` gives the update's share of a step. Accumulation cannot save more than this share of the time, however many micro-batches it adds up: if the share is *s*, the speed is at most 1 / (1 - *s*) times as high.
+# The two guides contradict each other less than it seems. The 2022 guide keeps the micro-batch: the passes are the same, and there are fewer updates. The 2023 guide keeps the effective batch: more accumulation steps mean smaller passes. But the 2023 guide also says that more accumulation steps cost more, and does not say whether the effective batch or the micro-batch stays the same. `accumulation-cost-grows` tests that sentence with the same micro-batch. The note of `accumulation-fewer-updates` gives the update's share of a step, from the parts. Accumulation saves only updates, however many micro-batches it adds up: if their share of the time is *s*, the speed is at most 1 / (1 - *s*) times as high. The measured speed can be somewhat above this limit, because the parts do not include the Trainer's own work at each update.
 #
 # ### Learning
 #
@@ -569,11 +569,11 @@ note = "losses at 8 times the rate: " + ", ".join(f"{loss:.2f}" for loss in fast
 claims.check("accumulation-learning-rate", lab.ratio([b / a for a, b in zip(fewer, faster)]), note=note)
 
 # %% [markdown]
-# The curve of the real batch of 32 coincides with that of 4 x 8: for the model both are the same training, and the printed line says how exactly. 4 x 1 learns differently for one reason: it takes eight times as many steps. How a pass is divided has nothing to do with that.
+# The curve of the real batch of 32 coincides with that of 4 x 8: for the model both are the same training, and the printed line says how exactly. 4 x 1 learns differently for one reason: it takes eight times as many steps. The division into passes is not the reason.
 #
 # ## Explore
 #
-# This picture is calculated from the measured parts. Choose a micro-batch, then raise *update costs*: at which value do four accumulation steps bring the 20 to 30 % more speed that the 2022 guide reports? The gain is in the line's label. Such expensive updates exist: an optimizer that is offloaded to the host, or gradients that must first be summed over a slow network.
+# This picture is calculated from the measured parts. Choose a micro-batch, then raise *update costs*: at which value do four accumulation steps bring the 20 to 30 % more speed that the 2022 guide reports? The gain is in the line's label. Such expensive updates exist: an optimizer that is offloaded to the CPU, or gradients that must first be summed over a slow network.
 
 
 # %% tags=["widget"]
