@@ -37,7 +37,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # (If the cell above printed that a package `kernels` is missing, ignore it: bitsandbytes needs this package for 4-bit matmuls, which this lesson does not use.)
 #
-# Adafactor (lesson 08) discards most of Adam's memory. **8-bit Adam** ([Dettmers and others, 2021](https://arxiv.org/abs/2110.02861)) keeps all of it, less exactly: each number of a state becomes the nearest of 256 values, and only the index of that value is stored, one byte.
+# Adafactor (lesson 08) discards most of the numbers in Adam's states. **8-bit Adam** ([Dettmers and others, 2021](https://arxiv.org/abs/2110.02861)) keeps all of them, but less exactly: each number becomes the nearest of 256 values, and only the index of that value is stored, in one byte. The package bitsandbytes implements it; this lesson calls the package *the library*.
 #
 # ## Predict
 #
@@ -103,7 +103,7 @@ below.set(yticks=[0, 1], yticklabels=["equal steps", "dynamic map"], ylim=(-0.6,
 plt.show()
 
 # %% [markdown]
-# Each tick below the histogram is a value that a byte can represent. An entry becomes the value of the nearest tick. Left of their first tick, equal steps have only 0: an entry closer to 0 than to that tick becomes 0. The first printed line says which share of the entries does. The dynamic map reaches further down than the entries do.
+# Each tick below the histogram is a value that a byte can represent. An entry becomes the value of the nearest tick, or 0. (0 is one of the 256 values, but has no tick, because the axis is logarithmic.) An entry becomes 0 if it is smaller than half of the smallest tick. The two printed lines say which share of the entries that is. The ticks of the dynamic map begin further to the left than the entries; those of equal steps do not.
 #
 # ## By hand: the block
 #
@@ -526,7 +526,7 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# The numbers are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, 2026-11-28); the tables below may have a later one, and yours are in the cells above.
 #
 # - **256 values and one scale per block store a state closely enough for Adam.** The final loss was 1.02 times that of AdamW. An outlier spoils its own block of 256 numbers and no other.
 # - **Some tensors stay in 32 bits**: those of fewer than 4096 numbers by the library's rule, embeddings by the Trainer's. The optimizer built by hand quantized embeddings too, and kept fewer bytes than the flag.
