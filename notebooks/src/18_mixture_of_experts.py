@@ -87,7 +87,7 @@ exercises.question(
 # - **compute**: run each expert on its tokens;
 # - **combine**: add the results up where the tokens came from.
 #
-# An expert here is Mixtral's FFN: three matrices, and SiLU as the activation function. Two of the matrices are stored as one tensor, `gate_up`. (The "gate" in this name multiplies numbers inside an expert. It is not the router.)
+# An expert here is Mixtral's FFN: three matrices, and SiLU as the activation function. Two of the matrices are stored as one tensor, `gate_up`. (This "gate" multiplies numbers inside an expert; it is not the router.)
 
 
 # %%
@@ -153,7 +153,7 @@ print(type(block).__name__, "computes its experts by", model.config._experts_imp
 #
 # ### Which layers?
 #
-# "Every other FFN layer is replaced", say the guides. Their picture comes from the paper on GLaM, a mixture by Google, and for GLaM the statement is true. What do other models do? The table has each architecture's default configuration in full size, on torch's `meta` device (lesson 00):
+# "Every other FFN layer is replaced", say the guides. Their picture comes from the paper on GLaM, a mixture by Google, for which this is true. What do other models do? The table has each architecture's default configuration in full size, on torch's `meta` device (lesson 00):
 
 
 # %%
@@ -184,11 +184,11 @@ display(plots.Table(titles, found))
 every_other = sum(2 * sparse_ones == layers for _, sparse_ones, layers, *_ in found) / len(found)
 
 # %% [markdown]
-# Jamba replaces every other FFN, Switch and NLLB every fourth one. The others replace all FFNs, or all but those of the first one to three layers. The last two columns are this lesson in two numbers. (In 2022 most implementations were in TensorFlow, as the guides say. All of these are in PyTorch.)
+# Jamba replaces every other FFN, Switch and NLLB every fourth one. The others replace all FFNs, or all but those of the first one to three layers. (In 2022 most implementations were in TensorFlow, as the guides say; all of these are in PyTorch.)
 #
 # ## Baseline
 #
-# From here on the lesson compares two models. The dense one is a Llama of 4 layers, each with an FFN of width 512. (A Mixtral with one expert is no fair baseline: it would still pay for a gate and for sorting.)
+# The dense model is a Llama of 4 layers, each with an FFN of width 512. (A Mixtral with one expert is no fair baseline: it would still pay for a gate and for sorting.)
 
 # %%
 dense = sparse(1, 1, 512)
@@ -254,7 +254,7 @@ rows += [["the experts alone, by formula", float(by_formula), by_formula / cost[
 plots.Table(["", "operations per token", "x dense"], rows)
 
 # %% [markdown]
-# Add the fourth row to the third. If the sum is the second row, the counter missed the experts, and a utilization that is computed from its count is far too low. The mixture itself adds only the gate: one matmul with 32 rows.
+# Add the fourth row to the third. If the sum is the second row, the counter missed the experts, and a utilization computed from its count is far too low. The mixture itself adds only the gate: one matmul with 32 rows.
 #
 # ### Seconds
 #
@@ -309,7 +309,7 @@ plots.Table(["experts computed by", "ms per step"], rows)
 #
 # ## Does it learn more?
 #
-# The task has 48 "languages" with the same 64 words. In each language every word has a fixed successor. The first token of a sentence names its language, the second is a random word, and each further word is the successor of the word before it. This is about *remembering*, which large FFNs are said to do, so it suits experts.
+# The task has 48 "languages" with the same 64 words. In each language every word has a fixed successor. The first token of a sentence names its language, the second is a random word, and each further word is the successor of the word before it. This is about *remembering*, so it suits experts.
 #
 # Dense models of several widths compete with a mixture of 8 experts and one of 64. The 64 experts train once more without the balancing loss. All models train with the same steps and learning rate, with three seeds, and are tested on fresh sentences.
 #
@@ -386,7 +386,7 @@ shown = {name: [seed[name]["losses"] for seed in learnt] for name in SHAPES if n
 _ = plots.losses(shown, title="48 languages")
 
 # %% [markdown]
-# Compare models with the same *FFN width a token meets*: those with more experts end with a lower loss. That is what mixtures promise. (*Faster* training, which the guides promise too, is compared below.) And the last row: what went wrong there?
+# Compare models with the same *FFN width a token meets*: those with more experts end with a lower loss. (*Faster* training is compared below.) And the last row: what went wrong there?
 #
 # ## Who gets the tokens?
 #
@@ -425,11 +425,15 @@ display(
 #
 # ## What quality costs
 #
-# The guides name two ways to the quality of a dense model: dozens of experts on a base model 5 times smaller, or a few experts on one 2 to 3 times smaller. Here the dense model has an FFN of width 160. With 64 experts a token meets a width of 32, which is 5 times smaller; with 8 experts it meets 64, which is 2.5 times smaller. The 64 experts are also compared with a dense model *of equal quality*: its width, interpolated between two trained widths, would end with the same loss.
+# The guides name two ways to the quality of a dense model: dozens of experts on a base model 5 times smaller, or a few experts on one 2 to 3 times smaller. (A base model has as many weights as a token meets in the mixture.) Three dense models take part here, named by the width of their FFN:
 #
-# The guides take their figures from papers, whose models are large. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. (We assume, without measuring it, that equal quality stays equal when both models are widened.)
+# - *160*, against 8 experts, where a token meets 64 (2.5 times smaller). In memory it is compared with 64 experts, too, where a token meets 32 (5 times smaller).
+# - *of equal quality*, against 64 experts: its FFN width, interpolated between two trained widths, would end with the same loss.
+# - *32*, against 64 experts, where a token meets as many weights.
 #
-# Each row of the first table below is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: seconds of a step of the 64 experts / of the dense model of width 32, in which a token meets as many weights.
+# The guides' figures come from papers with large models. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. Vectors and FFNs are widened alike; the names stay. (We assume, without measuring it, that equal quality stays equal.)
+#
+# Each row of the first table below is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: seconds of a step of the 64 experts / of the dense model *32*.
 #
 # > **On a GPU:** the largest size is 32 times as wide as trained.
 
@@ -474,10 +478,10 @@ for scale, (forward, step) in races.items():
     slower = Ratio(1 / slower.value, 1 / slower.high, 1 / slower.low) if slower.known else slower
     speeds[scale] = speed_of(forward, 0, 1, 2), speed_of(step, 1, 4, 6), few, slower
     rows.append([64 * scale, less, *map(str, speeds[scale])])
-titles = ["width", "64 experts: times fewer operations", "64 experts: forward, times as fast"]
+titles = ["width of vectors", "64 experts: times fewer operations", "64 experts: forward, times as fast"]
 titles += ["64 experts: step, times as fast", "8 experts: step, times as fast"]
 titles += ["64 experts against dense 32: times the seconds of a step"]
-caption = "64 experts against the dense model of equal quality, 8 experts against that of width 160"
+caption = "64 experts against the dense model of equal quality, 8 experts against dense 160"
 display(plots.Table(titles, rows, caption))
 peaks = {}
 for name in ("dense, 160", "8 experts", "64 experts"):
@@ -488,7 +492,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# Read down the column of forward passes: the wider the models, the closer the gain in seconds comes to the gain in operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. A step can gain less than a forward pass, as in the last row, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part. The guides' figure from the papers, a training that is 4 to 5 times as fast, is out of reach here: the mixture does not save that many operations.
+# Read down the column of forward passes: the wider the models, the closer the gain in seconds comes to the gain in operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. A step can gain less than a forward pass, as in the last row, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part. The papers' figure, a training 4 to 5 times as fast, is out of reach here: the mixture does not save that many operations.
 #
 # ## Experts in two processes
 #
@@ -499,7 +503,7 @@ plots.Table(
 # - The experts compute, and a second all-to-all returns the results. Each rank then combines the results of its tokens.
 # - In backward the gradients take both ways back: two more all-to-alls. `Exchange` defines this for autograd.
 #
-# `Traffic` is the dispatch mode of lesson 15.
+# `Traffic` intercepts torch's operations, as in lesson 15.
 
 
 # %%
@@ -614,7 +618,7 @@ print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2
 #
 # ### A mixture against a dense model
 #
-# In the first five of these seven checks, a token meets as many FFN weights in the mixture as in the dense model. In the last two, the dense model has equal quality.
+# In the first five of these seven checks, a token meets as many FFN weights in the mixture as in the dense model. In the last two, the dense model has equal quality. Its width differs by seed, so these intervals are wider than the table's.
 
 # %% tags=["claim"]
 inference, faster, few, slower = speeds[SCALES[-1]]
@@ -639,7 +643,7 @@ display(claims.check("moe-inference", inference, missing=narrow or unlike))
 # %% [markdown]
 # ### Few or many experts, and the gate
 #
-# Three checks compare few experts with the dense model and with many. The others ask how the gate spreads the tokens, what it looks at, and in which layers it is used.
+# Three checks compare few experts with the dense model and with many. The others are about the gate and about the layers.
 
 # %% tags=["claim"]
 display(claims.check("moe-few-speed", few, missing=narrow))
@@ -777,12 +781,12 @@ exercises.prove(check_loss, solution=solution, mistake={"experts": 64, "k": 2, "
 # %% [markdown]
 # ## Recap
 #
-# Numbers: AMD EPYC, 2 cores, 2026-11-28.
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, 2026-11-28); the tables below may have a later one. (In runs before 2026-11-25, `moe-balanced` was measured as `moe-gate-alone` is now.)
 #
 # - A gate, experts, dispatch and combine took a few lines, with the same output as the layer in transformers.
 # - Parameters and memory grow with all experts, arithmetic with those that a token meets. 32 experts had 11.6 times the parameters, 7.4 times the peak and 1.015 times the operations of the dense model.
 # - At the same arithmetic, more experts learn more: the dense model's loss was 2.2 times that of 64 experts. This needs a balancing loss: without it the busiest expert got 23 times the mean, with it 2.7 times.
-# - The gain in seconds comes close to the gain in operations only in wide layers. A step of 64 experts was 0.80 times as fast as one of the dense model of equal quality at width 64, and 1.25 times as fast at width 768, where it took 2.1 times fewer operations.
+# - The gain in seconds comes close to the gain in operations only in wide layers. A step of 64 experts was 0.80 times as fast as one of the dense model of equal quality with vectors of width 64, and 1.25 times as fast at 768, where it took 2.1 times fewer operations.
 # - With experts in two processes, outputs and gradients stayed those of one. By the formula, each of the four all-to-alls of a step carries 65,536 bytes from a rank.
 
 # %% tags=["finish"]
