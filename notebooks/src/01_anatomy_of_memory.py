@@ -383,8 +383,12 @@ claims.check("t5-3b-8bit", giant["AdamW8bit"])
 # backward needs that cast again. So there is a second copy of the weights, half as large. Per parameter, the guides
 # add 6 bytes of weights (4 in fp32 and 2 in half precision), 8 of states and 4 of gradients, and get 18.
 #
+# Two runs follow. *mixed* is the Trainer's. *mixed, zeros kept* is a loop of our own that does what torch did before
+# 2.0: `zero_grad` does not free the gradients, it fills them with zeros and keeps them.
+#
 # A CPU without half-precision instructions emulates them slowly, so on a CPU we stay with the toy. Autocast never casts
-# embeddings; in the toy they are as small a share as in bert-large (under 10 %).
+# embeddings, so they have no second copy. They are under 10 % of the parameters, in the toy as in bert-large. So the
+# toy's bytes per parameter can be compared with the guides'.
 
 # %%
 half = {"fp16": True} if cuda else {"bf16": True}  # on a CPU the Trainer ignores fp16 without a warning
@@ -438,10 +442,11 @@ claims.check("eighteen-bytes", sum(per_parameter(mixed)), note=note)
 # A row *peak* is for the moment of the peak. There the activations are large, and the table leaves them out, so its sum
 # can be below that of another row. The copies take a little less than 2 bytes, because embeddings have none.
 #
-# The copies exist after forward and are gone after backward. The gradients do not exist after forward and are complete
-# after backward. Whether copies and gradients are ever in memory together depends on `zero_grad`.
-# Today's `zero_grad` *drops* the gradients, and the sum stays at 16 or less. Until torch 2.0 it filled them with zeros and
-# kept them through the next forward. For such a step 18 is right, as the last row shows.
+# In *mixed*, the copies are complete after forward and gone after backward. The gradients do not exist after forward and
+# are complete after backward. During backward copies are freed while gradients are made, so a moment such as the peak
+# has some of both. But all copies and all gradients are never there at the same time, because today's `zero_grad` frees
+# the gradients before the next forward: the sum stays at 16 or less. In *zeros kept* the gradients stay through the next
+# forward. For such a step 18 is right, as the last row shows.
 #
 # ## Change one thing: what the model is used for
 #
@@ -567,8 +572,8 @@ if estimates := [found for found in forecast.values() if found]:
 
 # %% [markdown]
 # Now run them, and compare the measured peaks with three predictions: by the estimate, by `accelerate estimate-memory`
-# (a command of the library accelerate, which looks at the model only), and by the guides' 18 bytes per parameter. The
-# table shows how far each prediction is above (+) or below (-) the measured peak.
+# (a command of the library accelerate, which looks only at the model and its precision), and by the guides' 18 bytes per
+# parameter. The table shows how far each prediction is above (+) or below (-) the measured peak.
 
 
 # %%
@@ -595,10 +600,11 @@ plots.Table(["experiment", "measured peak", "estimate", "accelerate estimate-mem
 # %% [markdown]
 # On a CPU estimate and measurement are equal to the byte, because the same code runs, the Trainer included. For a GPU the
 # estimate follows written rules: how much memory each CUDA kernel requests, and how torch's allocator rounds and places
-# the requests. (On a GPU, `forecast["03 vanilla"].assumptions` lists these rules.) The two other predictions count weights,
-# gradients and AdamW's states, whatever the recipe says. They ignore the batch, the length and the optimizer, which
-# decide the peak of a small model. The same comparison over more trainings and tools, for a CPU and for GPUs:
-# [the estimate](../docs/estimate.md).
+# the requests. (On a GPU, `forecast["03 vanilla"].assumptions` lists these rules.) The two other predictions are
+# fixed numbers of bytes per parameter. In fp32 accelerate predicts 16 (weights, gradients and AdamW's states). With bf16
+# it predicts only 8, because it reports the largest item of its own list, and there that is the states alone. Both
+# predictions ignore the batch, the length and the optimizer, which decide the peak of a small model. The same comparison
+# over more trainings and tools, for a CPU and for GPUs: [the estimate](../docs/estimate.md).
 
 # %% jupyter={"source_hidden": true}
 alone = lab.train("one sample", measure=("memory",), per_device_train_batch_size=1).memory.breakdown
