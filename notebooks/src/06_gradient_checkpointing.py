@@ -370,7 +370,7 @@ _ = plots.memory(runs)
 #
 # Look closely at how a cost is stated. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice.
 #
-# What would you expect? A backward pass has twice the matmuls of its forward pass, so a step is three parts: one forward, two backward. Recomputing runs the forward again and makes it four parts: 25 % less throughput. But seconds need not follow the matmuls. The cost in seconds depends on the forward's share of the step, which the notes of the claims give:
+# What would you expect? A backward pass has twice the matmuls of its forward pass, so a step is three parts: one forward, two backward. Recomputing runs the forward again and makes it four parts: 25 % less throughput. But seconds need not follow the matmuls. The notes of the claims give the forward's share of the seconds of forward and backward, without the optimizer's update. Then they give the throughput that one more forward predicts, with the update. Two things change these numbers:
 #
 # - Dropout makes the forward pass longer on a CPU, which draws random numbers slowly; on a GPU they take hardly any time. So the runs on a CPU leave dropout out. The note of the second claim about the cost (`checkpointing-cost-2022`) gives the forward's share with dropout.
 # - The optimizer's update takes as long with recomputation as without. The larger the update's share of the step, the smaller the cost in percent. With short sequences this share is larger.
