@@ -409,10 +409,10 @@ _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[
 #
 # On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it. The guide adds a rule: the more there is to synchronize, the more a slow link costs. DDP synchronizes once per step, so it pays little. ZeRO-DP, which divides the weights over the ranks (lesson 16), synchronizes often, so it pays much.
 #
-# A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces with a virtual cable) try both:
+# A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces with a virtual cable) try both. Each recipe runs first over a *fast* cable, without limit or delay, then over a worse one. The column *s added* says by how many seconds a step is then longer:
 #
-# - *Few bytes per second*: a large and a small model, over a cable on which the large model's gradients take as long as two of its steps over the fast cable.
-# - *Late messages*: a tiny model, over a cable that does not limit the bytes per second, but delivers everything 10 ms later. Three methods train it: DDP; DDP that sends everything twice, in one message; and *sharding*, which divides the weights over the ranks, as ZeRO does. Sharding sends more messages and more bytes than DDP. Sending everything twice takes even more bytes. If sharding still waits longer, the messages are the reason.
+# - *Few bytes per second*: a large and a small model. This cable is so slow that sending the large model's gradients takes as long as two of its steps over the fast cable.
+# - *Late messages*: a tiny model, over a cable that does not limit the bytes per second, but delivers everything 10 ms later. Three methods train it: DDP; DDP that sends everything twice, in one message; and *sharding* of the weights over the ranks, as in ZeRO. Sharding sends more messages and more bytes than DDP. Sending everything twice takes even more bytes. If sharding still waits longer, the messages are the reason.
 
 
 # %%
@@ -494,15 +494,15 @@ print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s eac
 
 
 # %% [markdown]
-# Look at the column *s added* of the two tables (if this machine could make the cables). With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only a part of that. With late messages, the seconds depend on how many messages a step **waits for, one after the other**, and hardly on the bytes. DDP's sum takes several messages. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
+# Look at the column *s added* of the two tables. With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only a part of that. With late messages, the seconds depend on how many messages a step **waits for, one after the other**, and hardly on the bytes. DDP's sum takes several messages. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
 #
 # *MB on the wire* is close to the bytes that a rank hands over. To sum a vector, each of two ranks sends one half of its vector to the other rank, adds the half that it receives to the half that it kept, and sends this sum back. Two halves are one vector. With $n$ ranks, each rank sends $2(n-1)/n$ times the vector, never more than twice.
 #
-# The last two printed lines repeat calculations from the guide: what its two times mean in percent, how many steps per second 200 steps in 101.9 s are, and how many GB/s the NVLink of an RTX 3090 carries. InfiniBand and Omni-Path can be measured only on machines that have them.
+# The last two printed lines repeat calculations from the guide: its two times in percent, 200 steps in 101.9 s as steps per second, and the GB/s of an RTX 3090's NVLink. The guide's links between hosts, InfiniBand and Omni-Path, can be measured only on machines that have them.
 #
 # ### Send less
 #
-# You cannot change the link, but you can change what is sent. With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP from sending for the others. And a communication hook may send bf16. (torch's own hook, `bf16_compress_hook`, needs NCCL.) `economical` trains on generated data with a learnable rule, so that losses can be compared, and counts the bytes.
+# With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP from sending for the others. And a communication hook may send bf16. (torch's own hook, `bf16_compress_hook`, needs NCCL.) `economical` trains on generated data with a learnable rule, so that losses can be compared, and counts the bytes.
 
 
 # %%
@@ -583,7 +583,7 @@ rows += [["DDP: gradients, there and back", *(2 * counts["gradients"] / 1e6 for 
 plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, gpt2"], rows)
 
 # %% [markdown]
-# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is what comes back for the outputs in backward: their gradient, of the same size.) For the classifier the totals are equal, because its outputs are tiny: DP sends weights one way and gradients the other, and DDP sends gradients one way and their sums back. And one process drives all devices with threads. The threads share Python's lock, the GIL, which only one thread holds at a time, and they cannot leave their machine.
+# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is what comes back for the outputs in backward: their gradient, of the same size.) For the classifier the totals are equal, because its outputs are tiny: DP sends weights one way and gradients the other, and DDP sends gradients one way and their sums back. And the threads of DP's one process share Python's lock, the GIL, which only one thread holds at a time, and they cannot leave their machine.
 #
 # ### What held
 #
@@ -672,7 +672,7 @@ display(claims.check("ddp-overlaps", quiet["early"], note="buckets of 2 MB"))
 # %% [markdown]
 # #### The link
 #
-# The last three checks need an NVLink between two GPUs.
+# The last three checks need an NVLink between two GPUs. `NCCL_P2P_DISABLE=1` keeps NCCL from using it: the data then go through the CPU's memory.
 
 # %% tags=["claim"]
 display(
@@ -872,7 +872,7 @@ remedy = lab.run(partial(unused, find_unused_parameters=True), task=rule, proces
 print("with find_unused_parameters=True:", remedy.status)
 
 # %% [markdown]
-# - **Rank 1 ends**: the launcher names the rank and ends the others. If a whole host is gone, the others wait for the timeout: half an hour with gloo, ten minutes with NCCL.
+# - **Rank 1 ends**: the launcher (here the lab) names the rank and ends the others. If a whole host is gone, the others wait for the timeout: half an hour with gloo, ten minutes with NCCL.
 # - **Rank 1 hangs**: here the lab's own time limit ends the run, and the message says which line of code each rank was at.
 # - **Rank 1 disagrees**: gloo aborts rank 0 if the sizes differ, but does not notice another dtype of the same size: both ranks go on with wrong numbers, which the row shows instead of a message (each should be 2). With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, which takes more messages.
 # - **Unused parameters**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step; it is better to freeze them. To find them, train one step on one process: they are the parameters whose `grad` is still `None`.
@@ -912,12 +912,13 @@ claims.check("accelerator-required", accelerated)
 #
 # Times and ratios: AMD EPYC, 2 cores, 2026-11-28.
 #
-# - Two processes trained one model and stayed equal to the last bit: by hand, with buckets of our own, and with DDP.
 # - The second process helped if a step was long: with 1 sample each, two processes were 1.01 times as fast as one; with 8, 1.32 times.
-# - Each step sent 4 bytes per parameter, during backward; the ranks waited for what backward could not hide. `no_sync` sent 2.45 MB instead of 9.81, and bf16 sent half.
+# - `no_sync` sent 2.45 MB instead of 9.81, and bf16 sent half.
 # - DP moves more than DDP: 2.65 times the bytes for gpt2.
 # - Two launchers started the same steps. A killed rank was named within 1 s. A hanging rank was reported with its line of code, after the limit of 8 s. Ranks of two dtypes went on with wrong numbers until torch compared (`DETAIL`).
 # - All five single-GPU methods saved memory on two processes, too: accumulation the most, with 0.63 times the peak.
+#
+# The older records below were decided by the rules of their dates.
 
 # %% tags=["finish"]
 claims.finish()
