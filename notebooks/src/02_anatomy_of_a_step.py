@@ -9,7 +9,7 @@
 # - whether the guides order their three groups of operations rightly, and whether backward costs twice the forward in FLOPs and in time
 # - how to read a trace, and what "100 % utilization" means
 #
-# **Time:** plan 45 minutes with code and exercises: a quarter of an hour of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** the claim that bandwidth usually limits activation functions, the rates of tensor cores, the driver's utilization counter.
+# **Time:** plan 45 minutes with code and exercises; the cells compute for one to three of them on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** the claim that bandwidth usually limits activation functions, the rates of tensor cores, the driver's utilization counter.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -66,7 +66,7 @@ widgets.predict(lab, "share of products", "What share of the step's time do matm
 # %% [markdown]
 # ## By hand: two ceilings
 #
-# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A small copy stays inside a cache and shows the cache's. The fastest of several tries counts. Then the course's own `roofline.ceilings` measures the same limits (*by the library* in the table), and the better value of each pair is used from here on.
+# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A small copy stays inside a cache and shows the cache's. The fastest of several tries counts. On a CPU all timed work runs in one thread, so these are the limits of one core. Then the course's own `roofline.ceilings` measures the same limits (*by the library* in the table), and the better value of each pair is used from here on.
 #
 # `interleaving.in_turns` calls each function of a list in turn, several times. For each function it returns the times of its calls: the seconds of the clock and the seconds that were spent computing.
 #
@@ -121,13 +121,13 @@ header = [
 plots.Table(header, rows)
 
 # %% [markdown]
-# An operation with fewer FLOPs per byte than the *ridge* waits for memory. To compare two precisions, use the last column instead. In 16 bits an operation moves half the bytes, so its FLOPs per byte double; its FLOPs per *number* stay the same. If the ridge in FLOPs per number is higher in 16 bits, more operations wait for memory in 16 bits.
+# An operation with fewer FLOPs per byte than the *ridge* waits for memory. The last column is the ridge in FLOPs per *number*. Use it to compare precisions: an operation's FLOPs per number are the same in each. If this ridge is higher in the row of a 16-bit format, more operations wait for memory in that format.
 #
 # ## By hand: three operations
 #
 # Count first. A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element (mean, variance, subtract, divide, scale, shift). GELU does 5, if an `erf` (the error function of statistics) counts as one. LayerNorm and GELU read each element once and write it once. All results go into tensors that already exist: a new tensor of this size would add the time in which the operating system provides its memory.
 #
-# `Ratio.of_turns` divides the seconds of two functions that ran alternately, here GELU and a copy of as many bytes, and gives an interval. (`CPU` selects the seconds spent computing.) The first function runs twice per turn. The difference between its two runs is noise, and the interval is never narrower than this noise or the given limit (here 1.02).
+# `Ratio.of_turns` divides the seconds of two functions that ran alternately, here GELU and a copy of as many bytes, and gives an interval. (`CPU` selects the seconds spent computing.) The first function runs twice per turn. The difference between its two runs is noise. The interval is at least as wide as this noise, and at least 2 % either way (1.02 in the code).
 
 
 # %%
@@ -184,7 +184,7 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 #
 # We sort all operations into the guides' three groups. *Contractions* are matmuls. *Normalizations* are LayerNorm and softmax. *Element-wise* operations are all others, such as an activation function, dropout or an addition.
 #
-# A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a *kernel* (the compiled function that does the work) runs it. The mode may inspect, count and time the operation, and it has to call it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from a table that you can check on paper.
+# A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a *kernel* (the compiled function that does the work) runs it. The mode may inspect, count and time the operation, and it has to call it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from the table `PER_ELEMENT`.
 #
 # The mode also takes each operation's time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, `bernoulli_` draws random zeros and ones, and `native_` marks the kernel itself.
 #
@@ -401,7 +401,7 @@ claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / p
 # %% [markdown]
 # Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte. One number in our table of FLOPs (`PER_ELEMENT`) is a convention: how many FLOPs an `exp` counts. The claim's note shows the order with ten per `exp`. (The claim leaves out copies and embeddings, which are in our element-wise group but only move bytes.)
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte. One number in `PER_ELEMENT` is a convention: how many FLOPs an `exp` counts. The claim's note shows the order with ten per `exp`. (The claim leaves out copies and embeddings, which are in our element-wise group but only move bytes.)
 #
 # ## Change one thing: no dropout
 #
@@ -443,7 +443,7 @@ plots.Table(header, table)
 #
 # The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted: the passes without dropout, and dropout by itself, are timed in the same turns and added.
 #
-# The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest. If that is true here, a FLOP of backward takes longer than one of forward.
+# The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest: multiples of its *tiles*, the blocks that a matmul is cut into. If that is true here, a FLOP of backward takes longer than one of forward.
 
 
 # %%
@@ -590,7 +590,7 @@ note = f"of a first layer, whose input needs no gradient: {convolution_flops(Fal
 claims.check("convolution-backward-twice", convolution_flops(True), note=note)
 
 # %% [markdown]
-# GELU and SiLU keep the input, because one output can come from two inputs. In either case backward reads two tensors.
+# Whichever tensor is kept, backward reads two.
 #
 # ## Model FLOPs utilization
 #
@@ -642,7 +642,7 @@ print(
 # %% [markdown]
 # The last line shows the rule beside our count. The rule counts embeddings, which are never multiplied: in a small model it is too high. It leaves out attention, whose matmuls have no weights and grow with the length.
 #
-# Can you trust torch's FLOP counter instead? The next cell prints two pairs of lines. Both lines of a pair do the same work.
+# Can you trust torch's FLOP counter instead? The next cell prints two pairs of lines; both lines of a pair do the same work.
 
 
 # %%
@@ -663,7 +663,7 @@ print("attention by its matmuls:", seen(lambda: (heads @ heads.mT).softmax(-1) @
 print("the same, fused, on a CPU:", seen(lambda: torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)))
 
 # %% [markdown]
-# Compare the two lines of each pair: if they differ, the counter has a blind spot. It knows matmuls by name, and an operation that it does not know counts 0, without a warning. So it may miss the matmuls of *experts* (parallel layers, of which each token uses a few; lesson 18) if they are done as one grouped matmul. Before torch 2.15 it also missed a CPU's fused attention. For these reasons `roofline.model_flops` refuses models with experts, and switches to plain attention.
+# If the two lines of a pair differ, the counter has a blind spot. It knows matmuls by name, and an operation that it does not know counts 0, without a warning. So it may miss the matmuls of *experts* (parallel layers, of which each token uses a few; lesson 18) if they are done as one grouped matmul. Before torch 2.15 it also missed a CPU's fused attention. For these reasons `roofline.model_flops` refuses models with experts, and switches to plain attention.
 #
 # The next question is about *gradient checkpointing* (lesson 06): it keeps fewer activations, and computes the missing ones a second time in backward.
 
@@ -795,7 +795,7 @@ plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 # %% [markdown]
 # All three are busy. (101 % is possible: the two clocks of a CPU can differ a little.) This says nothing about speed; the MFU and the trace do.
 #
-# (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? A CPU fetches a cache line before it writes to it, so our copy moved three bytes for two that we counted; adding in place fetches no extra line. And this loop's tensor of 16 MB can stay in a large cache.)
+# (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? A CPU reads memory into its cache before it overwrites it. So our copy moved three bytes for two that we counted: it also read its target. Adding in place reads nothing extra. And this loop's 16 MB can stay in a large cache.)
 #
 # ## Explore
 #
