@@ -111,7 +111,7 @@ rows = [[name, f"{top:.6g}", f"{end:.0f}"] for name, (top, end) in limits.items(
 plots.Table(["format", "largest number", "n + 1 is n from"], rows)
 
 # %% [markdown]
-# The next picture shows the range of each format, from its smallest positive number to its largest. (In the lighter part, of *subnormal* numbers, leading zeros use up digits.) Two values are marked: a gradient of 2e-8, and an activation of 66246 that a user met in the language model T5. Which format holds which of them?
+# The next picture shows the range of each format, from its smallest positive number to its largest. (Numbers in the lighter part, *subnormal* ones, have fewer digits.) Two values are marked: a gradient of 2e-8, and an activation of 66246 that a user met in the language model T5. Which format holds which of them?
 
 # %%
 _, ax = plt.subplots(figsize=(9, 2.6), layout="constrained")
@@ -343,7 +343,7 @@ print(f"1024 numbers near 1000, added in fp16: {plain_sum}; error of their Layer
 plots.Table(["operation (input fp16)", f"its result on {lab.machine.kind}"], list(types.items()))
 
 # %% [markdown]
-# - **Copies:** a weight is cast once per region, and the copy is kept in a cache until the region ends or backward no longer needs it.
+# - **Copies:** a weight is cast once per region. A cache keeps the copy until the region ends. If backward needs it, autograd keeps it until then.
 # - **Stale copies:** a copy does not follow its weight. With the cache, the second matmul's result did not change when the weight did (second printed line). So each iteration has to make new copies. Put a region around one forward pass, and nothing else.
 # - **LayerNorm** is right although the sum that it needs overflows fp16: inside, it adds in fp32. (The error is in units of *eps*, the distance from 1 to the next number in fp16.)
 # - **The residual sum**, fp16 + fp32, is fp32. It will matter in part 2.
@@ -535,7 +535,7 @@ exercises.question(
 #
 # **Below batch 8**, the guide says, mixed precision takes more memory. This is true only if the copies come on top of a full set of gradients:
 #
-# - In 2022 they always did: `zero_grad` filled gradients with zeros; it frees them only since torch 2.0 ([pytorch#92731](https://github.com/pytorch/pytorch/pull/92731)).
+# - In 2022 they always did: `zero_grad` filled gradients with zeros; since torch 2.0 it frees them instead ([pytorch#92731](https://github.com/pytorch/pytorch/pull/92731)).
 # - Today they do so only under accumulation.
 # - Without accumulation, backward drops the copies one after the other, and the gradients, which are twice as large, take their place. A small batch then costs nothing, as a claim below shows.
 #
