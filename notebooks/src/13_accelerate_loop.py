@@ -44,7 +44,7 @@ print(f"mixed precision on this machine: {precision}")
 #
 # ## Predict
 #
-# We will run one recipe twice: accumulation of 4, checkpointing, mixed precision if this machine has it, 8-bit Adam, clipping, a schedule. The first time the Trainer runs it, the second time a loop of our own.
+# We will run one recipe twice: accumulation of 4, checkpointing, mixed precision if this machine has it, 8-bit Adam, clipping, a schedule. (*Clipping* looks at the norm, the length of all gradients taken as one vector. If it is above 1, the gradients are scaled down until it is 1.) The first time the Trainer runs it, the second time a loop of our own.
 
 # %%
 question = "What will the loop's peak be, in percent of the Trainer's?"
@@ -142,7 +142,7 @@ if torch.equal(by_library(clip_always=True)[0], model.weight):  # step() and zer
 #
 # ## The whole recipe
 #
-# First come the objects that are built once. Two lines are there for the sake of equal losses. With `data_seed=0` the data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *last*, so that dropout draws the numbers that it draws under the Trainer. (The line `cpu=` chooses the CPU if there are fewer GPUs than processes.)
+# First come the objects that are built once. Two lines are there for the sake of equal losses. With `data_seed=0` the data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *after* the model is built, because the initial weights use random numbers too: from here on, dropout draws the same numbers as under the Trainer. (The line `cpu=` chooses the CPU if there are fewer GPUs than processes.)
 
 
 # %%
@@ -221,7 +221,7 @@ def keep(accelerator, folder, done, losses, die_after):
 #
 # The baseline is the Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss by the number of micro-batches for this class of model (with transformers 5.23 and 5.24 it does fail). Our loop does divide, in `accelerator.backward`. Without a remedy we would compare two different recipes, so the Trainer gets the remedy of lesson 05, in the line marked below.
 #
-# While it trains, a live monitor shows the state of the machine: on a GPU its memory, load, power and clocks, otherwise the host's memory and load, and the memory of this process and of its experiments (the training is one). The monitor stops at the end of its `with` block. Look at such a monitor in the first minutes of a training of hours.
+# While it trains, a live monitor shows the state of the machine: on a GPU its memory, load, power and clocks, otherwise the host's memory and load, and the memory of this process and of its experiments (the training is one). The monitor stops at the end of its `with` block; the *samples* in its summary are readings of the machine, not sequences. Look at such a monitor in the first minutes of a training of hours.
 
 
 # %%
@@ -360,7 +360,7 @@ exercises.question(
 # %% [markdown]
 # Each rank sees only the loss of its own samples. The mean over the ranks is the loss of the whole batch, and equals the loss of one process. The wrapped model combines the gradients of the ranks, so all of them take the same step. Three things change with two processes:
 # - **The effective batch** doubles: 1 x 4 x 2. At a fixed number of epochs there are half as many steps.
-# - **The schedule**, if it is wrapped, advances once *for each process* in every optimizer step: here by two. So plan it with the number of steps that *one* process would take. Two processes take half as many steps, each step advances the schedule by two, and it ends with the last sample. A schedule that is planned with the number of steps of two processes ends after half of these steps, and the rest of the training runs at a learning rate of zero. In `build`, `steps` are those that the processes take, so the schedule is planned with `steps * accelerator.num_processes`.
+# - **The schedule**, if it is wrapped, advances once *for each process* in every optimizer step: here by two. So plan its length as optimizer steps times processes, as `build` does with `steps * accelerator.num_processes`. Example: two processes that take 4 steps advance the schedule by 8. If its length were 4, it would end after step 2, and the rest of the training would run at a learning rate of zero.
 # - **Printing and saving**: every process runs every line. Use `accelerator.print` and `if accelerator.is_main_process` to print once; `save_state` must be called by all.
 #
 # ## What held
@@ -394,7 +394,7 @@ _ = widgets.explore(one_epoch, micro_batch=[4, 1, 2, 8], accumulate=[4, 1, 2, 8]
 # %% [markdown]
 # ## Exercise 1: how many batches to skip?
 #
-# A training on two processes with micro-batches of 2 and 4 accumulation steps was killed; its checkpoint is of optimizer step 6. Which number must `skip_first_batches` get, on each of the processes? The check distributes 512 samples with Accelerate's own sampler, and finds the samples that your training would see twice, or never.
+# A training on two processes was killed. Its micro-batch was 2, it accumulated 4 micro-batches per step, and its checkpoint is of optimizer step 6. Which number must `skip_first_batches` get, on each of the processes? The check distributes 512 samples with Accelerate's own sampler, and finds the samples that your training would see twice, or never.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
