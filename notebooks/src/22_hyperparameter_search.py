@@ -116,7 +116,7 @@ def score(model, data=validation):
 # %% [markdown]
 # ## Luck, before it is seen
 #
-# If scores follow a bell curve, the lead of the best of `n` over the mean depends only on `n`. To predict it, draw `n` random numbers many times and average the largest. This is an **order statistic**. Then compare with the measurement.
+# If scores follow a bell curve, the lead of the best of `n` over the mean, in standard deviations, depends only on `n`. To predict it, draw `n` random numbers, take the largest, and average it over many such draws. (A bell curve is symmetric: the smallest is as far from the mean as the largest. The largest of `n` draws is called an **order statistic**.) Then compare with the measurement.
 
 
 # %%
@@ -355,7 +355,7 @@ if not no_optuna:
     found["hpo-objective-is-loss"] = sum(math.isclose(a, b, rel_tol=1e-6) for _, a, b in rows) / len(rows)
 
 # %% [markdown]
-# After the first `evaluate()` the metrics contain `eval_model_preparation_time`, in seconds, which never changes again. The default objective is the loss *if there is no other metric*, and otherwise the sum of the others. The sum leaves out metrics whose names end like those of times, but not this one. So every trial has the same score, and the first wins. Write `compute_objective` yourself, as above.
+# After the first `evaluate()` the metrics contain `eval_model_preparation_time`, in seconds, which never changes again. The default objective is the loss *if there is no other metric*, and otherwise the sum of the others. The sum leaves out metrics whose names end in `_runtime` or `_per_second`. `eval_model_preparation_time` has another ending, so here the sum is this time alone. So every trial has the same score, and the first wins. Write `compute_objective` yourself, as above.
 #
 # **Two.** You gave the Trainer `compute_metrics`.
 
@@ -452,7 +452,7 @@ if not no_optuna:
             print("ValueError:", error)
 
 # %% [markdown]
-# **Four.** You search the seed too, as the library's own default space does, and then train again with the winning settings. The library's example notebooks do it in two lines: set each hyperparameter in `trainer.args`, and call `train()`.
+# **Four.** You search the seed too, as the library's own default space does, and then train again with the winning settings. The library's example notebooks do it in two lines: set each hyperparameter in `trainer.args`, and call `train()`. The second cell also trains each trial again, alone, with two seeds: the trial's own, and that of the trial before it.
 
 
 # %%
@@ -486,7 +486,7 @@ if not no_optuna:
         own, previous = (fresh_loss(seed, **SHORT, **size) for seed in (one.params["seed"], before))
         rows.append([one.number, one.params["seed"], one.value, own, previous])
         before = one.params["seed"]
-    display(plots.Table(["trial", "seed", "loss", "loss with its seed", "with the seed before"], rows))
+    display(plots.Table(["trial", "seed", "loss", "loss with its own seed", "with the seed of the trial before"], rows))
     print(f"best trial {best.objective:.4f}, trained again by the two lines {again:.4f}")
     print(f"seed set in model_init: best trial {right.objective:.4f}, trained again by a new Trainer {remedied:.4f}")
     found["hpo-own-seed"] = sum(math.isclose(row[2], row[3], rel_tol=1e-6) for row in rows) / len(rows)
@@ -742,7 +742,7 @@ exercises.prove(check, solution=coarse_to_fine, mistake=by_halving)
 #
 # The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
 #
-# - The best of 20 equal recipes came out about two standard deviations ahead, as predicted. The search's winner was ahead by luck alone: trained again with fresh seeds, on fresh data, it lost as much as the lead that luck alone gives (1.00 times).
+# - The best of 20 equal recipes came out about two standard deviations ahead, as predicted. The search's winner was ahead by luck alone: trained again with fresh seeds, on fresh data, it lost 1.00 times the lead that luck alone gives.
 # - The search found a learning rate that gave 0.35 of the default's loss, and a pruner found as good a one in 0.54 of the steps. In the default space 0.63 of the winner's gain was left at equal length. The rest was a longer training.
 # - The library's default direction returned 0.83 of the best accuracy. Pass `compute_objective` and `direction`, and check the space.
 # - Training again after the search gave 1.41 times the best loss. Create a new Trainer for the winning settings.
