@@ -4,7 +4,8 @@
 # A colleague reports that a flag made training 10 % faster. Faster than what, and would the same code have been 10 % faster than itself? Every claim of this course compares something with *vanilla training*: fp32, AdamW, a batch of 4, nothing switched on. Before you trust a comparison, know exactly which training is the baseline, and how much its own time varies.
 #
 # **You will see**
-# - all that `lab.train` does, in ten lines of Trainer and in a plain PyTorch loop: equal losses, a memory difference explained but for a few single numbers; and which of the guides' own lines still run
+# - all that `lab.train` does, in ten lines of Trainer and in a plain PyTorch loop: their losses are equal, and their memory differs for known reasons, except for a few bytes
+# - which of the guides' own lines still run today
 # - how many times the weights' bytes a vanilla training takes
 # - how much the time of one and the same code varies, and what follows from that for "it is faster"
 #
@@ -181,7 +182,7 @@ batch_ahead = f"explains all but {difference - explained:,}" if counted else "wa
 print(f"lab.train holds {difference:,} bytes more than the loop; the batch ahead {batch_ahead}")
 
 # %% [markdown]
-# The bytes that remain are single numbers: how many labels the batch has, the loss as it is logged, its running sum. The Trainer needs no other memory that the loop does not.
+# The bytes that remain are single numbers: how many labels the batch has, the loss as it is logged, its running sum. Apart from them and the batch ahead, the Trainer needs no more memory than the loop.
 #
 # > **On a GPU:** the batch ahead waits in the host's memory, and blocks are rounded up. The cell accepts a difference of 1 %.
 #
@@ -338,7 +339,7 @@ print(f"timed once each, the code may seem {apart[0]:.0%} faster than itself; by
 # %% [markdown]
 # Two things to see:
 #
-# - **Warm-up.** The first step has extra work: threads start, the system hands out memory for the first time, libraries choose their kernels, optimizer states are made. The lab does not time the first steps (how many is the profile's `warmup_steps`, not the Trainer's argument of that name); `max_steps=1` measures a start, not a training.
+# - **Warm-up.** The first step has extra work: threads start, the system hands out memory for the first time, libraries choose their kernels, optimizer states are made. The lab does not time the first steps. Their number is `lab.profile.warmup_steps`. (The Trainer's argument of the same name is about the learning rate.) A run with `max_steps=1` measures a start, not a training.
 # - **The rest varies too**, from step to step and from process to process: another program had the core, the clock was lowered, memory was in another place. None of it comes from the recipe. CPU time, the seconds that the process really computed, leaves out the wait for a core, but even by CPU time two processes differ.
 
 # %%
@@ -409,7 +410,7 @@ exercises.question(
 # 3. Take the median of all pairs drawn.
 # 4. Repeat this 2000 times, and keep the middle 95 % of the medians.
 #
-# Then the lab widens this interval to the noise floor.
+# Then the lab widens this interval, if necessary: it must reach at least from the median divided by the noise floor to the median times the floor.
 
 
 # %%
@@ -443,7 +444,7 @@ rows = [[name, *map("{:.3f}".format, ends)] for name, ends in bounds.items()]
 plots.Table(["the same against itself", "from", "to"], rows, caption)
 
 # %% [markdown]
-# The lab's interval reaches at least from the median divided by the floor to the median times the floor. An end of the bootstrap's interval that is further out stays where it is, so the two rows may be equal. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code against itself comes out a few percent off, an effect of that size proves nothing, however narrow the interval. On a quiet day the code may differ from itself by less than on others, so the lab never takes the floor to be less than a fixed factor (1.05 on a CPU): tomorrow other programs may run. The last row is by the clock on the wall, which counts the waiting, too.
+# The lab moves an end of the bootstrap's interval only outwards. An end that is far enough out stays where it is, so the first two rows may be equal. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code differs from itself by a few percent, an effect of that size proves nothing, however narrow its interval is. And today's floor may be too low for tomorrow, when other programs run. So the lab never takes it to be less than a fixed factor (1.05 on a CPU). The last row is by the clock on the wall, which counts the waiting, too.
 #
 # ## What held
 
@@ -592,7 +593,7 @@ exercises.prove(check, solution=(word, ratio), mistake=("unclipped", once))
 # - **A vanilla training takes many times the bytes of its weights**: 9.2 times on an AMD EPYC with 2 cores (2026-11-28); your verdict above has your figure.
 # - **The time of one and the same code varies**, so a ratio needs an interval. "Faster" means that the whole interval is on one side of 1; otherwise the effect is too small to tell. On a CPU no effect below a factor of 1.05 counts.
 #
-# Next: lesson 04 changes the first real thing, the size of the batch.
+# Next: lesson 04 changes the first real thing, the size of the batch. (In the records below, *held to AVX512_CORE* means that torch was allowed to use only this older set of CPU instructions.)
 
 # %% tags=["finish"]
 claims.finish()
