@@ -566,11 +566,11 @@ ward("Third ward: memory", memory, [slice(11, 16)], capacities)
 #
 # ### It fitted, and does not fit when it is resumed
 #
-# The Trainer does not cause this: the first code cell below prints its peaks, from scratch and resumed, and they are the same. A loop of your own may cause it: if it leaves the loaded checkpoint in a variable, it holds the weights twice. [nanoGPT had that fault](https://github.com/karpathy/nanoGPT/pull/236). `del` the variable.
+# A training fitted into memory, but runs out of it when it resumes from its checkpoint. The Trainer is not the cause: its peak is the same from scratch and resumed, as the next code cell shows. A loop of your own may be the cause: if it leaves the loaded checkpoint in a variable, it holds the weights twice. [nanoGPT had that fault](https://github.com/karpathy/nanoGPT/pull/236). `del` the variable.
 #
 # ### Much memory is free, and it runs out
 #
-# Our simulated card counts bytes. A real allocator takes *segments* from the card, and cuts blocks from them for tensors. If batches change their lengths, free blocks are too small for the next tensor, and the allocator takes another segment. The error then says that much memory is "reserved by PyTorch but unallocated", and advises `expandable_segments:True`: segments that grow in place. No batch is too large in this case. One subtraction tells this fault from the five above: reserved minus allocated.
+# Our simulated card counts bytes. A real allocator takes *segments* from the card, and cuts blocks from them for tensors. If batches change their lengths, free blocks are too small for the next tensor, and the allocator takes another segment. The error then says that much memory is "reserved by PyTorch but unallocated", and advises `expandable_segments:True`: segments that grow in place. No batch is too large in this case. Its sign is a large difference between reserved and allocated bytes, which the five faults above do not show.
 #
 # > **On a GPU:** the second code cell below measures this. Without a GPU the course's estimate applies the allocator's own rules.
 #
@@ -822,7 +822,7 @@ plots.Table(["watch", "CPU time of a step / without watch"], rows)
 #
 # ## What held
 #
-# Each statement is tested on more than one planted fault.
+# Each statement is tested on more than one planted fault. In the boxes, *2021 page* is the debugging page of transformers 4.8, and *2024 index* is the documentation's overview of performance in 2024.
 #
 # ### transformers' detector
 #
@@ -883,7 +883,7 @@ claims.check("oom-fragments", ratio if on_gpu else None, note=reason)
 #
 # - the loss on unseen answers is below 1;
 # - the tool calls it healthy;
-# - it trains at least half as many samples per CPU second as the script below would if reading cost nothing.
+# - its speed, in samples per CPU second, is at least half of what `job` reaches with a reader that takes no time.
 
 
 # %%
@@ -968,8 +968,8 @@ exercises.prove(check, solution=repaired, mistake=partial(repaired, keep=False))
 #
 # Find a blind spot of the tool, and close it. You give three things:
 #
-# - `plant`: a dict of arguments of `script` that plant a fault which the tool calls healthy, e.g. `data`, a function that yields batches whose labels belong to other texts;
-# - `reading(seen, model)`: called once before training; it registers a hook of yours that writes into `seen`, a new `defaultdict(list)`;
+# - `plant`: a dict with the arguments of `script` that plant your fault. The tool must call this patient healthy. An example is `data`, a function that yields batches whose labels belong to other texts;
+# - `reading(seen, model)`: called once before training; it registers a hook of yours that writes into `seen`. This is a new `defaultdict(list)`, not the tool's notes;
 # - `rule(seen)`: returns the evidence as a text, or an empty text if the patient is healthy.
 #
 # The check trains ten times as many batches as a patient gets. Your fault must make the loss on unseen text worse by at least 1. Your rule must find it, and must not call a healthy patient of the clinic sick.
