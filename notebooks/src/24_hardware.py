@@ -168,7 +168,7 @@ ax = plots.lines(batches, lines, "answers at once", "break-even price ratio", ti
 ax.set_xscale("log", base=2)
 
 # %% [markdown]
-# Read the line of the H100 over the A100. With few answers at once, the H100 is worth the ratio of the bandwidths; with hundreds, it is worth the ratio of the arithmetic. The T4 and the A100 have nearly the same balance of the two, so their line is flat. (The keys and values of lesson 20 must be read too. They are left out here.)
+# Read the line of the H100 over the A100. With few answers at once, the break-even price ratio is the ratio of the bandwidths; with hundreds, it is the ratio of the matmul rates. The T4 and the A100 have nearly the same balance of the two, so their line is flat. (The keys and values of lesson 20 must be read too. They are left out here.)
 
 # %% [markdown]
 # ## Heat and power
@@ -179,7 +179,7 @@ ax.set_xscale("log", base=2)
 # - *slowdown*: the hardware slows the card down
 # - *shutdown*: the card switches off.
 #
-# Older cards report these thresholds as temperatures, but not always all three. Newer cards report a *margin*, the number of degrees that are left. They give each threshold as a margin, too.
+# Older cards report these thresholds as temperatures, but not always all three. Newer cards report a *margin*: how many degrees are left until the card slows down. They give each threshold as the margin at which it is reached.
 
 
 # %%
@@ -313,20 +313,20 @@ rows = [[names[name], *row] for name, row in searches.items()]
 plots.Table(["what is installed or set", "ready to build", "compiler found, or why not"], rows)
 
 # %% [markdown]
-# torch does not even find the compiler that pip installed, unless `CUDA_HOME` names its folder ([pytorch PR 197483](https://github.com/pytorch/pytorch/pull/197483), open, would look there). And that is not enough. With torch 2.13.0+cu130, `nvidia-cuda-nvcc` 13.0.88 and `CUDA_HOME` set we built a small extension (2026-11-25). It compiled, but then the linker said `cannot find -lcudart`: pip's package holds `libcudart.so.13`, and the linker looks for `libcudart.so`. With a link of that name beside it, the extension was built and imported. Others had the same error ([flashinfer issue 5064](https://github.com/flashinfer-ai/flashinfer/issues/5064)).
+# torch does not even find the compiler that pip installed, unless `CUDA_HOME` names its folder ([pytorch PR 197483](https://github.com/pytorch/pytorch/pull/197483), open, would look there). And that is not enough. With torch 2.13.0+cu130, `nvidia-cuda-nvcc` 13.0.88 and `CUDA_HOME` set we built a small extension (2026-11-25). It compiled, but then the linker said `cannot find -lcudart`: pip's package holds `libcudart.so.13`, and the linker looks for `libcudart.so`. After we had added a symbolic link of that name, the extension was built and imported. Others had the same error ([flashinfer issue 5064](https://github.com/flashinfer-ai/flashinfer/issues/5064)).
 #
 # The ways out, the easiest first:
 #
 # 1. a wheel (pip's kind of package) of the extension, already built
 # 2. NVIDIA's **NGC images**: container images that bring everything (their release notes name the driver that they need)
 # 3. NVIDIA's toolkit, in the CUDA version that torch was built with
-# 4. the compiler from pip with the two repairs above.
+# 4. the compiler from pip, with `CUDA_HOME` set and that symbolic link.
 #
 # The guides also name PyTorch's conda builds, which contained the toolkit. Torch 2.5 was the last release with such builds.
 #
 # ## Shapes that stay
 #
-# Besides GPUs, transformers' documentation offers Google's TPUs, with TensorFlow and its compiler XLA. transformers 5 has no TensorFlow. But one rule of the page on TPUs applies beyond it: XLA compiles for **fixed shapes**, so a model is compiled again for every length that it receives. `torch.compile` with `dynamic=False` does the same. We count the compilations: each one makes one *graph*, a compiled version of the model. The model here is one matmul with an activation function. By default torch limits the graphs of a function, so the first two rows of the table raise this limit, and the third keeps it.
+# Besides GPUs, transformers' documentation offers Google's TPUs, with TensorFlow and its compiler XLA. transformers 5 has no TensorFlow. But one rule of the documentation's page on TPUs is useful without TensorFlow, too: XLA compiles for **fixed shapes**, so a model is compiled again for every length that it receives. `torch.compile` with `dynamic=False` does the same. We count the compilations: each one makes one *graph*, a compiled version of the model. The model here is one matmul with an activation function. By default torch limits the graphs of a function, so the first two rows of the table raise this limit, and the third keeps it.
 
 # %%
 weight = torch.randn(8, 8)
@@ -407,7 +407,7 @@ claims.check("pad-to-multiple", padded, missing=uncompiled)
 # %% [markdown]
 # ## What cannot be measured here
 #
-# Sockets, prices and discontinued products cannot be measured. The course lists the guides' statements about them all the same, so that none is forgotten. Replace the right side of `prices` in the next cell by your prices per hour, and the ceilings tell you which card trains a token for the least money. (The dict in its comment shows the form.) But a data sheet's ceiling is not your utilization.
+# Sockets, prices and discontinued products cannot be measured. The course lists the guides' statements about them all the same, so that none is forgotten. (A *pigtail* is a cable with two plugs. An *index* is the documentation's overview of performance, of that year.) Replace the right side of `prices` in the next cell by your prices per hour, and the ceilings tell you which card trains a token for the least money. (The dict in its comment shows the form.) But a data sheet's ceiling is not your utilization.
 
 # %% tags=["claim"]
 prices = dict.fromkeys(sheet)  # {"T4": 0.35, "A100 40 GiB": ..., "H100 SXM": ...}, yours
@@ -421,7 +421,7 @@ for id in ("tpu-tensorflow", "xla-tensorflow", "specialized-hardware"):
 # %% [markdown]
 # ## Explore
 #
-# `price` is the price of an H100, in times the price of an A100. `used` compares the utilization on the two cards: 75 means that your code uses three quarters as large a share of the ceiling on the H100 as on the A100. (A faster card is harder to keep busy.) Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
+# `price` is the price of an H100, in times the price of an A100. `used` is the utilization on the H100, in percent of that on the A100. For example, at 75 a code that uses 40 % of the A100's ceiling uses 30 % of the H100's. (A faster card is harder to keep busy.) Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
 
 
 # %% tags=["widget"]
@@ -521,10 +521,10 @@ advice
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Suppose that every started hour is billed in full. Only offers count whose card fits the training and that end within a day. Find two numbers; each may be off by 2 %:
+# Suppose that every started hour is billed in full. An offer counts only if its card has enough memory and the training ends within a day. Find two numbers; each may be off by 2 %:
 #
 # - `samples`: up to which number of samples is the middle offer the cheapest, at the prices above?
-# - `price`: from which price per hour of the large offer on is the middle offer the cheapest, for the five million samples?
+# - `price`: suppose that the large offer costs more per hour. From which price on is the middle offer the cheapest, for the five million samples?
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
