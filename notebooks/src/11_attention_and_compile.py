@@ -49,7 +49,7 @@ half = "bfloat16" if on_cpu or hardware.supports("sm80")[0] else "float16"
 # %% [markdown]
 # ## Idea
 #
-# Attention computes three vectors for each token: a *query*, a *key* and a *value*. The query of one token times the key of another is their *score*. Plain attention writes all scores to memory: a square matrix of *length x length* numbers for each head. It reads them for the softmax, writes the resulting weights, and reads these to multiply the values. The square is large and needs little arithmetic, so most of the time goes into the trips to memory.
+# Attention computes three vectors for each token: a *query*, a *key* and a *value*. The query of one token times the key of another is their *score*. Plain attention writes all scores to memory: a square matrix of *length x length* numbers for each head. It reads them for the softmax, writes the resulting *attention weights*, and reads these to multiply the values. The square is large and needs little arithmetic, so most of the time goes into the trips to memory.
 #
 # The square itself is not needed. A query's output is a weighted mean of the values, and a mean can be computed in parts. A **fused** kernel works on a few keys at a time. Their scores are one *tile* of the square, and a tile never leaves the fast memory next to the processor.
 #
@@ -57,7 +57,7 @@ half = "bfloat16" if on_cpu or hardware.supports("sm80")[0] else "float16"
 #
 # ## Predict
 #
-# Below, a small BERT is trained on long sequences (1024 tokens on a CPU, 2048 on a GPU), first with plain attention, then with torch's fused attention. Weights and optimizer states count too.
+# Below, a small BERT is trained on long sequences (1024 tokens on a CPU, 2048 on a GPU), first with plain attention, then with torch's fused attention. The peak also contains the model's own weights and optimizer states.
 
 # %%
 widgets.predict(
@@ -72,7 +72,7 @@ widgets.predict(
 # %% [markdown]
 # ## By hand
 #
-# Plain attention takes three lines. The second function sees `tile` keys at a time, and keeps three things for each query: the largest score so far, the sum of the exponentials so far, and the output so far. The function subtracts the largest score so far before it takes an exponential, so that none overflows. If a tile has a larger score, the sum and the output so far were computed with too small a maximum: the function multiplies both by `shrink`, the exponential of the old maximum minus the new one (online softmax, Milakov and Gimelshein 2018).
+# Plain attention takes three lines. The second function sees `tile` keys at a time, and keeps three things for each query: the largest score so far, the sum of the exponentials so far, and the output so far. The function subtracts the largest score so far before it takes an exponential, so that none overflows. If a tile has a larger score, the sum and the output so far were computed with too small a maximum: the function multiplies both by `shrink`, which is exp(old maximum - new maximum) (online softmax, Milakov and Gimelshein 2018).
 
 
 # %%
@@ -103,7 +103,7 @@ largest = (tiled(q, k, v) - scaled_dot_product_attention(q, k, v)).abs().max()
 f"largest difference to torch's own: {largest.item():.1e}"
 
 # %% [markdown]
-# The outputs are equal up to rounding, because the same sums are added in another order.
+# The outputs differ by rounding only: the same numbers are added in another order.
 #
 # Next, you measure memory and time for several lengths, forward and backward. `scaled_dot_product_attention` (SDPA) is one function with several kernels behind it; `sdpa_kernel` picks one of them: *math* computes attention in the plain way; *flash*, *efficient* (memory-efficient) and *cudnn* are fused. A kernel that your device lacks is missing from the results.
 
@@ -189,9 +189,9 @@ growth = {name: math.log(sizes[-1] / sizes[0]) / longer for name, sizes in memor
 plots.Table(["attention", "memory grows as length to the power of"], [[n, f"{g:.2f}"] for n, g in growth.items()])
 
 # %% [markdown]
-# Each exponent is taken between the shortest and the longest sequence. An exponent near 2 means that the square is in memory; near 1, it is not. (The right plot shows the time of the same functions.)
+# Each exponent is taken between the shortest and the longest sequence. An exponent near 2 means that the square is in memory; near 1, it is not.
 #
-# Look at the two rows of *tiles*. Without gradients the exponent is near 1: the forward pass holds no square. With gradients it is near 2: for the backward pass autograd keeps each tile, and all tiles together are the square. FlashAttention's second idea (Dao and others 2022) fixes that: keep only the output and, for each query, the logarithm of its sum of exponentials, and compute the tiles *again* in the backward pass.
+# Look at the two rows of *tiles*. Without gradients the exponent is near 1: the forward pass holds no square. With gradients it is near 2: for the backward pass autograd keeps each tile, and all tiles together are the square. FlashAttention (Dao and others 2022), on which the *flash* kernels are based, fixes that. It keeps only the output and one number per query, the logarithm of its sum of exponentials. With this number the backward pass computes each tile *again*.
 #
 # ## Which kernel takes which case
 #
@@ -199,7 +199,7 @@ plots.Table(["attention", "memory grows as length to the power of"], [[n, f"{g:.
 #
 # - a *padding mask* hides the end of a short sequence;
 # - a *learnt bias* is added to the scores and needs a gradient;
-# - *dropout* sets some of the weights after the softmax to 0;
+# - *dropout* sets some of the attention weights to 0;
 # - with *grouped queries*, several heads share their keys and values.
 #
 # If torch chooses `math`, the square is back. Answer the question below before you look at the table.
@@ -271,11 +271,11 @@ exercises.question(
 # %% [markdown]
 # The next cell shows two tables. The first has one row per case and type, and its third column is torch's choice.
 #
-# On a CPU there is one fused kernel, and it has no dropout. A BERT with its usual dropout of 0.1 is therefore trained there with plain attention.
+# A CPU has one fused kernel, in the column *flash*. It differs from the GPU's flash kernel: it takes masks and fp32, but no dropout. A BERT with its usual dropout of 0.1 is therefore trained there with plain attention.
 #
 # > **On a GPU:** torch goes through its kernels in a fixed order and takes the first one that accepts the case. On most GPUs flash comes first. It takes 16-bit numbers and no mask; if a batch is padded, the memory-efficient kernel takes over. On compute capability 9.0 and 10.0 (H100, B200) cuDNN's kernel comes first, and it accepts masks ([torch's source](https://github.com/pytorch/pytorch/blob/001f694aef6f922b4fdf6d27d59162d27bf3df58/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)).
 #
-# The choice also depends on the version of torch. Before torch 2.14, no fused kernel took grouped queries (`enable_gqa=True`) in fp32 on an A100: the square was back, so people repeated keys and values by hand. Now the memory-efficient kernel takes them ([#191085](https://github.com/pytorch/pytorch/pull/191085)), and repeating costs memory. The second table has estimates for this case: a batch of 4 sequences of 2048 tokens, with 32 heads for the queries and 8 for the keys and values.
+# The choice also depends on the version of torch. Before torch 2.14, no fused kernel took grouped queries (`enable_gqa=True`) in fp32 on an A100: the square was back, so people repeated keys and values by hand. Now the memory-efficient kernel takes them ([#191085](https://github.com/pytorch/pytorch/pull/191085)), and repeating costs memory. The second table has estimates of the peak for this case, without the 192 MiB of the inputs: a batch of 4 sequences of 2048 tokens, with 32 heads for the queries and 8 for the keys and values.
 
 
 # %%
@@ -494,7 +494,7 @@ plots.Table(["model", "breaks", "graphs made in a second call", "operations comp
 # BERT is captured in one graph. Two rows have a break, and in both the cause is a warning that transformers logs:
 #
 # - GPT-2's configuration does not name its loss;
-# - checkpointing switches a cache off (`use_cache=False` removes this break).
+# - checkpointing switches off the key value cache, which only text generation needs (`use_cache=False` removes this break).
 #
 # Compiling *again* in the second call is another matter. During the first call the classifier writes its kind of problem into its own configuration, so in the second call the configuration no longer matches the compiled graph. Set `problem_type` beforehand, and the model is compiled once. (`TORCH_LOGS=recompiles` prints what did not match.)
 #
@@ -502,7 +502,7 @@ plots.Table(["model", "breaks", "graphs made in a second call", "operations comp
 #
 # ## Lengths that change
 #
-# A graph is compiled for the shapes of its first call. Another length needs another graph. At the second length torch guesses that this dimension will go on changing, and compiles one graph for all lengths. With `dynamic=True` it does so from the first call on, with `dynamic=False` never. Here are ten batches, each with a different length:
+# A graph is compiled for the shapes of its first call. Another length needs another graph. At the second length torch guesses that this dimension will go on changing, and compiles one graph for all lengths. With `dynamic=True` it does so from the first call on, with `dynamic=False` never. The ten batches below all differ in length:
 
 # %%
 gated = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.LayerNorm(16))
@@ -524,7 +524,7 @@ plots.Table(["setting", "graphs"], list(recompilations.items()))
 # %% [markdown]
 # ## What it costs, what it gains
 #
-# Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU, and for a GPU Triton, a language for GPU kernels. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. (The very first start on your machine may have taken longer.) On a CPU both the training and the compiler use one thread.
+# Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU, and for a GPU Triton, a language for GPU kernels. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. On a CPU both the training and the compiler use one thread.
 #
 # Each process runs five steps in turn: one for each of three backends, and the step without a compiler twice. (The other two, `aot_eager` and `eager`, are for debugging; this `eager` is not the attention of that name.) `Ratio.of_turns` compares a backend with the step without a compiler. The two steps without a compiler are the same code, so a difference between them is noise. No interval is narrower than this noise. The column *operations* counts torch's operations in a step, without the kernels that the compiler wrote.
 
@@ -622,7 +622,7 @@ print("" if missing else f"inductor, warm start: {warm:.2f} s")
 plots.Table(["backend", "operations", "first step, cold (s)", "later steps (s)", "speed", "peak of a step"], rows)
 
 # %% [markdown]
-# The last column is the memory that a step needs in addition to weights and states. A compiler can lower it: a fused kernel may compute an element again in the backward pass instead of keeping it. If inductor's number is no smaller, it did not.
+# The last column is the memory that a step needs in addition to weights and states. A compiler can lower it: a fused kernel may compute an element again in the backward pass instead of keeping it.
 #
 # `eager` and `aot_eager` take the graph and run its operations unchanged, so they speed nothing up. Use them if something breaks: they show whether capturing or compiling is at fault.
 #
@@ -767,7 +767,7 @@ def draw(batch, heads, bits):
         "output and one number per query": linear,
         "16 GiB": [16] * len(lengths),
     }
-    ax = plots.lines(lengths, curves, "tokens", "GiB, heads of 64 numbers")
+    ax = plots.lines(lengths, curves, "tokens", "GiB (head size: 64)")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     return ax
