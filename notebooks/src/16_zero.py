@@ -89,9 +89,9 @@ exercises.question(
 # | 2 | gradients too | 4 P + 12 P/N | 2 P + 14 P/N |
 # | 3 | weights too | 16 P/N | 16 P/N |
 #
-# The last column is for large models, which often keep weights and gradients in bf16 and an fp32 copy of the weights: 2 + 2 + 12 bytes. The sum is the same, but stage 1 has more to shard.
+# The last column is for large models, which often have weights and gradients in bf16. The optimizer then keeps an fp32 copy of the weights: 12 is this copy and the states, 4 + 8 bytes. The sum is the same, but stage 1 has more to shard.
 #
-# The picture shows two ranks at each stage. A filled box is stored on that rank; a dotted box is not. Follow one kind of bytes from top to bottom.
+# The picture shows two ranks at each stage. A filled box is stored on that rank; a dotted box is not.
 
 # %%
 import matplotlib.pyplot as plt
@@ -273,7 +273,7 @@ same(runs[0])
 # %% [markdown]
 # ### Change one thing
 #
-# Each run shards one more kind of bytes. The cell stops if the losses or the norm of the gradient differ from those of one process. (Losses alone would not be enough: AdamW divides by the gradient's size, and so hides a gradient that is twice too large.)
+# The cell stops if the losses or the norm of the gradient differ from those of one process. (Losses alone would not be enough: AdamW divides by the gradient's size, and so hides a gradient that is twice too large.)
 
 # %%
 for stage in (1, 2, 3):
@@ -306,11 +306,11 @@ widgets.revealed(lab, "stage1", 100 * sum(counted(runs[1])) / 16)
 axes = plots.memory([*runs.values()], title="Peak of a rank, two ranks, by hand")
 
 # %% [markdown]
-# The table counts the bytes between backward and the optimizer update. The picture shows the peak, which also contains temporaries (memory that operations allocate while they run) and, in stage 3, the gathered weights of the module in use.
+# The table counts the bytes between backward and the optimizer update. The picture shows the peak, which also contains temporaries and, in stage 3, the gathered weights of the module in use.
 #
 # ### What no stage makes smaller
 #
-# The next cell trains a model with 2 layers on longer inputs, in stages 0 and 3: 32 samples of 128 tokens, 16 samples for each rank. Compare the two rows column by column.
+# The next cell trains a model with 2 layers on longer inputs, in stages 0 and 3: 32 samples of 128 tokens, 16 samples for each rank.
 
 # %%
 longer, rows = task.replace(seq_len=128, config={"num_hidden_layers": 2}), []
@@ -327,7 +327,7 @@ plots.Table(["after forward", "weights", "gradients", "states", "activations", "
 #
 # ### What each stage sends
 #
-# Usually ranks send in a *ring*: each sends to the next one, piece by piece. A reduce-scatter or an all-gather sends (N-1)/N of a tensor. An all-reduce does both, so it sends twice as much. The table's unit, "times the weights", is one all-gather of all weights: 4 P(N-1)/N bytes. The *volume* is calculated from the messages; the last column comes from the network device's byte counter. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
+# Usually ranks send in a *ring*: each sends to the next one. A reduce-scatter or an all-gather sends (N-1)/N of a tensor. An all-reduce does both, so it sends twice as much. The table's unit, "times the weights", is one all-gather of all weights: 4 P(N-1)/N bytes. The *volume* is calculated from the messages; the last column comes from the network device's byte counter. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
 
 # %%
 UNITS = {"allreduce": 2, "reduce_scatter_base": 1, "allgather_base": 1}  # by torch's names
@@ -356,7 +356,7 @@ plots.Table(["", "messages in a step", "volume, times the weights", "on the wire
 # 2. Backward needs the whole weights again: the same all-gather.
 # 3. When the embeddings' last gradient is there, a reduce-scatter leaves each rank its shard of the sum.
 #
-# Each module sends these three messages, so stage 3 sends 3 times the weights. By the formula, stages 1 and 2 send what DDP sends: they split its all-reduce into a reduce-scatter and an all-gather, and put the update in between. Stage 3 gathers the weights twice, so it sends half as much again ([Rajbhandari and others](https://arxiv.org/abs/1910.02054)). Stage 3 also cannot send everything at the end: each module waits for its weights.
+# Each module sends these three messages, so stage 3 sends 3 times the weights. By the formula, stages 1 and 2 send what DDP sends: they split its all-reduce into a reduce-scatter and an all-gather, and put the update in between. Stage 3 gathers the weights twice, so it sends 1.5 times as much ([Rajbhandari and others](https://arxiv.org/abs/1910.02054)).
 #
 # **The wire carries more than the formula**: gloo, the library that connects these CPU ranks, sends a reduce-scatter as a whole all-reduce.
 #
@@ -364,7 +364,7 @@ plots.Table(["", "messages in a step", "volume, times the weights", "on the wire
 #
 # ### More ranks, and accumulation
 #
-# The next cell counts again, with four ranks of a smaller model that divide each step into two micro-batches: the table's last column. (Its first row is DDP's formula.) The picture's crosses are counted with two and four ranks.
+# The next cell trains a smaller model on four ranks, with two micro-batches per step. The table's last column shows what they send. (Its first row is DDP's formula.) The picture's crosses are counted with two and four ranks.
 
 # %%
 little = Task("bert-tiny", seq_len=16, config=no_dropout | {"num_hidden_layers": 2})
@@ -441,7 +441,7 @@ plots.Table(head, [fsdp_row(run) for run in (runs[3], fsdp, no_reshard)])
 #
 # > **On a GPU:** the Trainer's switch is `TrainingArguments(fsdp=True)`. It needs accelerators: on CPU ranks accelerate 1.15 ignores it and trains with DDP (the lab warns).
 #
-# How much would a GPU need? The estimate traces one rank of FSDP2, and one of DeepSpeed (next section). DeepSpeed stores more than the formula says:
+# How much would a GPU need? The estimate traces one rank of FSDP2, and one of DeepSpeed (next section). DeepSpeed stores more than the formula says; the list before *What held* tells why:
 
 
 # %%
@@ -468,7 +468,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# We compared the estimate with rehearsals (dry runs of torch's CUDA build, without a GPU) of small GPT-2s and Llamas on two and four A100. Both agreed to the byte, or differed by the 512 bytes of the accumulated loss.
+# We compared the estimate with rehearsals: dry runs of torch's CUDA build, without a GPU. They trained small GPT-2s and Llamas for two and four A100. Estimate and rehearsal agreed to the byte, or differed by 512 bytes: one number, the accumulated loss.
 #
 # With accelerate 1.15 some trainings stop with an error if `fsdp` is on:
 #
@@ -478,7 +478,7 @@ plots.Table(
 #
 # ### The library: DeepSpeed
 #
-# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, an optional package of this course. The function below also shows what the guides call a deployment in a notebook: with one process there is no launcher, so the function sets the launcher's environment variables itself. Beware of one default: DeepSpeed 0.19 clips gradients at 1.0.
+# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, an optional package of this course. The function below also shows the guides' deployment in a notebook: with one process there is no launcher, so it sets the launcher's environment variables itself. Beware of one default: DeepSpeed 0.19 clips gradients at 1.0.
 
 
 # %%
@@ -527,14 +527,17 @@ titles = ["DeepSpeed, bytes per parameter", *names, "total", "formula", "peak of
 print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 
 # %% [markdown]
-# If DeepSpeed is installed, compare its table with the table of our own stages:
+# If DeepSpeed is installed, compare its table with that of our own stages:
 #
-# - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter.
+# - In stages 1 and 2, DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter.
 # - In stage 3, small weights stay whole.
-# - Buffers are added: the default `reduce_bucket_size` of 5 x 10^8 numbers takes 2 GB in fp32. *total* also has bytes that no other column shows, such as these buffers.
+# - *gradients* has the whole gradient of the word embedding, which does not fit into a bucket. (In the estimate of stage 2 it is there twice.)
+# - A bucket, a buffer, has 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* shows buffers, in stage 3 also the one for the gradients' shards.
 # - The row *on the host* saves nothing here: a CPU rank's memory is the host's.
 #
 # ### What held: bytes
+#
+# `zero-saves` is 1 if a second rank saves exactly half of what the stage shards.
 
 # %% tags=["claim"]
 if libraries:  # DeepSpeed: bytes that a second rank saves / half of the bytes that the stage shards, fp32 copy included
@@ -569,7 +572,7 @@ plots.Table(head, [fsdp_row(hybrid, little)])
 #
 # **Offload** does not move bytes to another device but into the host's memory (`offload_optimizer` and `offload_param` in DeepSpeed's table above). By hand: the host has a copy of the weights, and the optimizer. In each step the gradients go to the host, and new weights come back, over PCIe, the card's link.
 #
-# > **On a GPU:** only here can you see what offload saves, because the GPU's memory is not the host's. On a CPU this claim is not testable.
+# > **On a GPU:** only here can you see what offload saves, because the GPU's memory is not the host's.
 
 
 # %%
@@ -603,7 +606,7 @@ if lab.machine.kind == "cuda":
 #
 # ### Explore
 #
-# How many tokens does your link need? Change the link and the speed of the card.
+# How many tokens does your link need?
 
 # %% tags=["widget"]
 # An all-reduce sends 2 bytes twice, stage 3 three times; offload moves them to the host and back.
@@ -626,7 +629,7 @@ def binding(link_GB_s, busy_TFLOPs):
 _ = widgets.explore(binding, link_GB_s=[50, 16, 32, 450], busy_TFLOPs=[400, 60, 150, 1000])
 
 # %% [markdown]
-# Nothing is measured here. The curves are bytes divided by rates, for a step that overlaps its messages with computing perfectly. The legend shows the number of tokens from which on the link is fast enough. With accumulation, DDP and offload send once for the tokens of all micro-batches; stage 3 sends in every micro-batch.
+# The curves are calculated: bytes divided by rates, for a step that overlaps its messages with computing perfectly. The legend shows the number of tokens from which the link is fast enough. With accumulation, DDP and offload send once for the tokens of all micro-batches; stage 3 sends in every micro-batch.
 #
 # The rates: 16 and 32 GB/s are PCIe 3 and 4, 50 GB/s is a 400 Gbit/s network, and 450 GB/s is an H100's NVLink. An H100 keeps some 400 of its 989 TFLOP/s busy.
 #
@@ -737,7 +740,7 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 #
 # The guide's tree has two branches. If the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits, because each later one sends more or waits longer. A card always needs room for its activations and for its largest layer, which is there whole. With offload, the host or a disk needs room for the bytes that leave the card.
 #
-# `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each layout. Messages are counted as in a ring. It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards: over a fast link, over a slow link, and on cards that are too small.
+# `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each layout. It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards of one host (nothing goes *between hosts*): over a fast link, over a slow link, and on cards that are too small.
 
 
 # %%
@@ -777,7 +780,7 @@ for question in ({"card_bytes": "80GB"}, {"card_bytes": "80GB", "slow_link": Tru
 #
 # Write `answer(ranks, link, pcie)` for fp32 with AdamW. In each step, a rank may send at most `link` bytes per parameter to other ranks, and move at most `pcie` bytes per parameter over PCIe. Which stage (0 to 3) takes the least device memory per rank, and should its states be offloaded? Return both, for example `(0, False)`.
 #
-# Offload moves the gradients of a rank's shard to the host and its weights back. A step has one micro-batch. The check draws new cases each time, from 2 to 64 ranks, and skips cases that no stage meets.
+# Offload moves the gradients of a rank's shard to the host, and the weights of this shard back. A step has one micro-batch. The check draws new cases each time, from 2 to 64 ranks, and skips cases that no stage meets.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -834,8 +837,8 @@ exercises.prove(check_choice, solution=least, mistake=lambda ranks, link, pcie: 
 #
 # - **Memory:** sharding states, gradients and weights left the losses of one process unchanged. By the formula, two ranks store 12, 10 and 8 bytes per parameter in stages 1, 2 and 3, instead of 16.
 # - **Traffic:** stages 1 and 2 send 2 times the weights, as DDP does; stage 3 sends 3 times the weights. gloo sends more than the formula.
-# - **Activations:** no stage makes them smaller. Each rank still computes all layers for its own samples (16 of the 32 here).
-# - **Libraries:** FSDP2 stores what our stage 3 stores. DeepSpeed adds an fp32 copy of the shard, 4/N bytes per parameter.
+# - **Activations:** no stage makes them smaller, because each rank computes all layers for its own samples (16 of the 32 here).
+# - **Libraries:** FSDP2 stores what our stage 3 stores. In stages 1 and 2 DeepSpeed adds an fp32 copy of the shard, 4/N bytes per parameter.
 # - **Offload:** if states are in a file, the system can take their 8 bytes per parameter of memory back.
 # - **When not to use it:** a step with too few tokens waits for its link: with 400 TFLOP/s over 50 GB/s, stage 3 needs 8,000 tokens per card. For a model that fits anyway, see the claim about time above.
 
