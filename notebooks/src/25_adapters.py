@@ -47,7 +47,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # %% [markdown]
 # ## Idea
 #
-# A weight matrix of `out x in` numbers stays **frozen**. Beside it are two thin matrices: `down`, `rank x in`, and `up`, `out x rank`. Their product, scaled by alpha / rank, is added to the layer's output, and only these two learn. This is **LoRA** ([Hu and others, 2021](https://arxiv.org/abs/2106.09685)). `up` begins with zeros, so that the model starts unchanged. The model of frozen weights is called the *base*.
+# A weight matrix of `out x in` numbers stays **frozen**. Beside it are two thin matrices: `down`, `rank x in`, and `up`, `out x rank`. The layer's input also passes through `down` and then `up`. The result is scaled by alpha / rank (*alpha* is a number that you choose, here 8) and added to the layer's output. Only these two matrices learn. This is **LoRA** ([Hu and others, 2021](https://arxiv.org/abs/2106.09685)). `up` begins with zeros, so that the model starts unchanged. The model of frozen weights is called the *base*.
 #
 # A frozen weight is only read. So it can be stored in 4 bits: **QLoRA** ([Dettmers and others, 2023](https://arxiv.org/abs/2305.14314)).
 #
@@ -111,7 +111,7 @@ print(f"{times_fewer:,.0f} times fewer parameters learn; with rank 64, {fewer(ra
 # %% [markdown]
 # ## The library's adapters
 #
-# peft does the same, and offers more kinds of adapters. With our `down` and `up`, its model gives the same outputs as ours. Then `merge_and_unload` adds the product of the two to the frozen weight, and the adapters are gone. Are the outputs still the same? (Two of the other kinds are learnt prompts and prefixes. peft 0.21.2 handles these two wrongly in `generate` with transformers 5.24, which renamed the argument `past_key_values` to `cache`. LoRA is not affected.)
+# peft does the same, and offers more kinds of adapters. With our `down` and `up`, its model gives the same outputs as ours. Then `merge_and_unload` adds the product of the two to the frozen weight, and the adapters are gone. Are the outputs still the same? The last of the next cells prints the largest difference between two models' logits, divided by the largest logit. (Two of peft's other kinds are learnt prompts and prefixes. peft 0.21.2 handles these two wrongly in `generate` with transformers 5.24, which renamed the argument `past_key_values` to `cache`. LoRA is not affected.)
 
 
 # %%
@@ -166,7 +166,7 @@ if not no_peft:
 #
 # ## Where the bytes go
 #
-# We run the same training three times: with all weights, with adapters of rank 4, and with rank 32. Each bar shows the moment of the peak, when gradients may not exist yet. The table below the bars shows the end of the forward pass, and for gradients the end of the backward pass. Its column *weights* has the weights that learn (and some small buffers).
+# We run the same training three times: with all weights, with adapters of rank 4, and with rank 32. Your guess was about the second bar divided by the first. Each bar shows the moment of the peak, when gradients may not exist yet. The table below the bars shows the end of the forward pass, and for gradients the end of the backward pass. Its column *weights* has the weights that learn (and some small buffers).
 
 # %%
 WIDER = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
@@ -334,11 +334,11 @@ if not no_peft:
         print(f"peak of 4 bits / bf16: prepared {found['qlora-less']:.2f}, {notes['qlora-less']}")
 
 # %% [markdown]
-# The layers shrank to a quarter. But embeddings and head are not quantized, and the preparation casts them and the norms **from 16 bits up to 32** (`prepare_model_for_kbit_training` in `peft/utils/other.py`). Then the activations are fp32 too, logits included. In addition, each matmul first expands its 4-bit weight to one that is not quantized, which is freed afterwards. With a vocabulary this large, all this outweighs what the layers save. Skip the preparation, or cast back, and check that the loss stays good.
+# The layers shrank to about a quarter. (Subtract the *frozen weights* of *4 bits, not prepared* from those of *bf16*, and compare the result with the *quantized weights*.) But embeddings and head are not quantized, and the preparation casts them and the norms **from 16 bits up to 32** (`prepare_model_for_kbit_training` in `peft/utils/other.py`). Then the activations are fp32 too, logits included. In addition, each matmul first expands its 4-bit weight to one that is not quantized, which is freed afterwards. With a vocabulary this large, all this outweighs what the layers save. Skip the preparation, or cast back, and check that the loss stays good.
 #
 # In a model of 7 billion parameters it is the other way round: the vocabulary is 4 % of the weights, and the layers decide.
 #
-# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime: torch's allocator works, and nothing is computed), with torch 2.11. In all seventeen, the peak of the allocated bytes is equal to the published peak, **to the byte**. But for thirteen of them the publication names torch 2.14. We rehearsed six of these with 2.14, too, and five of the six did not reserve the published amount of memory. So [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md). In all seventeen trainings the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
+# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime: torch's allocator works, and nothing is computed), with torch 2.11. In all seventeen, the peak of the allocated bytes is equal to the published peak, **to the byte**. The memory that torch *reserved* from the driver is equal in fourteen, and 2 MiB too high in three. But for thirteen of them the publication names torch 2.14. We rehearsed six of these with 2.14, too, and five of the six did not reserve the published amount of memory. So [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md). In all seventeen trainings the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
 #
 # ## Seconds, by parts
 #
@@ -457,7 +457,7 @@ print(f"adapters get {as_good.low:.3f} to {as_good.high:.3f} of the gain of all 
 # %% [markdown]
 # ## Checkpointing that trains no adapter
 #
-# Checkpointing (lesson 06) runs a layer without recording it, and runs it again in the backward pass. torch has two kinds. The **reentrant** kind records nothing for a layer if none of its *inputs* needs a gradient. A frozen embedding produces just such inputs, and adapters *inside* the layer do not count. If the head learns too, the loss still depends on something that learns, so the backward pass runs without an error. How many adapters get a gradient?
+# Checkpointing (lesson 06) runs a layer without recording it, and runs it again in the backward pass. torch has two kinds. The **reentrant** kind records nothing for a layer if none of its *inputs* needs a gradient. A frozen embedding produces just such inputs, and adapters *inside* the layer do not count. If the head learns too, the loss still depends on something that learns, so the backward pass runs without an error. How many adapters get a gradient? (*Frozen inputs* in the table: no input of a layer needs a gradient.)
 
 
 # %%
@@ -491,7 +491,7 @@ plots.Table(
 # The first row is the fault: there is a warning, and only the head is trained. Two settings fix it:
 #
 # - `enable_input_require_grads` makes the embedding's output need a gradient. transformers now calls it itself when it switches checkpointing on (`_activation_checkpointing_enable` in `modeling_utils.py`); we had to undo this to show the fault.
-# - `use_reentrant=False`, the default of transformers, does not need such inputs.
+# - `use_reentrant=False`, the default of transformers, also works if no input needs a gradient.
 #
 # In a loop of your own, with `torch.utils.checkpoint`, neither is done for you.
 #
