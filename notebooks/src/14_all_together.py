@@ -53,7 +53,7 @@ cuda = lab.machine.kind == "cuda"
 #
 # | technique | removes | price | lesson |
 # |---|---|---|---|
-# | accumulation | activations (a smaller micro-batch) | small operations; gradients kept between micro-batches | 05 |
+# | accumulation | activations (a smaller micro-batch) | less speed (small operations); gradients kept between micro-batches | 05 |
 # | checkpointing | activations within layers | a second forward pass | 06 |
 # | mixed precision | up to half of the activations | a half-precision copy of the weights | 07 |
 # | Adafactor | nearly all optimizer states | convergence, perhaps | 08 |
@@ -291,9 +291,10 @@ for name, (options, is_here) in rungs_of_speed.items():
 # %% [markdown]
 # Now the seconds.
 #
-# - **On a CPU**, `lab.compare` interleaves all recipes, and the first one a second time, step by step on one thread
-#   inside one process. It repeats this in four processes. CPU time decides. Workers are the exception: they save
-#   waiting, which CPU time does not include, so wall-clock time decides for them, with its larger noise.
+# - **On a CPU**, `lab.compare` interleaves the steps of all recipes inside one process, on one thread, and repeats
+#   this in four processes. The first recipe takes part twice: its two times show the noise. CPU time decides.
+#   Workers are the exception: they save waiting, which CPU time does not include, so wall-clock time decides for
+#   them, with its larger noise.
 # - **On a GPU**, each pair of recipes is interleaved by itself.
 
 # %%
@@ -444,8 +445,8 @@ for id, (before, after) in turns.items():
 # DeepSpeed ZeRO, divides a training's memory among several processes: lesson 16.) "(No)" in brackets means, in the guide's words,
 # "usually either not a main concern or negligible".
 #
-# For the row on workers, the input is slow on purpose, as from a busy disk: loading one sample takes half as long as
-# a step, so a batch of 4 takes two steps.
+# For the row on workers, the input is slow on purpose: loading one sample takes half the time of a step, so loading a
+# batch of 4 takes the time of two steps.
 
 
 # %%
@@ -510,10 +511,11 @@ for cell, claim in {"speed": "zero-slows-if-fits", "memory": "zero-saves"}.items
 # ## Explore
 #
 # The first picture shows two recipes above each other, moment by moment: which colours shrink, and which grow? The
-# second one lists the recipes of one task, which you choose in its menu *runs of*. Choose a limit too, and copy a recipe
-# that fits. A star (in a plain table: *best of both*) marks a recipe that no other recipe beats in both memory and
-# speed; without measured speeds there is no star. (*+ larger batch* is listed once per size, including the size left
-# out above. On a GPU the picture shows speeds too. One run of each is no comparison, though: lesson 03.)
+# second one lists the recipes of one task (menu *runs of*). Choose a memory limit (*fits on*, *or MB*), and copy the
+# arguments of a recipe that fits. A star marks a recipe that no other recipe beats in both memory and speed. Without
+# live widgets you see a table, with *yes* under *best of both*; without measured speeds there is neither.
+# (*+ larger batch* is listed once per size, including the one left out above. On a GPU the picture shows speeds of
+# single runs, too: no comparison, lesson 03.)
 
 # %% tags=["widget"]
 explorers.timeline(vanilla, runs["all + Adafactor"], *runs.values())
@@ -602,8 +604,8 @@ else:
 # measures what that gains (`accumulation-fill-first`). For learning, no lesson can say which batch is best, because
 # that depends on your data. So find the best batch first, and then make it fast.
 #
-# Keep two habits. Look at the peak's colours before you choose a technique, because a technique helps only if its bytes
-# are at the peak. And measure after each change, one change at a time, as the ladder does.
+# Keep two habits. Look at the peak's colours before you choose a technique. Measure after each change, one change at a
+# time, as the ladder does.
 #
 # ## Exercise
 #
@@ -731,8 +733,8 @@ except ValueError as missing:
 # - **one worker per GPU**: start it with `--resources "device=1"`, which each row requests; otherwise two rows share
 #   one GPU;
 # - **the same environment** on all machines: the sweep warns you about a worker that runs another version of torch;
-# - **models** by names that mean the same on all machines, e.g. presets, not paths to local folders (results need no
-#   shared folder: the process that starts the sweep writes them);
+# - **models** by names that mean the same on all machines, e.g. the course's presets such as `bert-tiny`, not paths
+#   to local folders (results need no shared folder: the process that starts the sweep writes them);
 # - **speed**: compare it only between equal machines.
 #
 # ## Recap
@@ -743,7 +745,7 @@ except ValueError as missing:
 #   for learning.
 # - **The ladder of speed** led from the guides' vanilla to the best recipe in no more memory, and named the rungs that
 #   gained nothing here. The hardware decides what a rung gains: half precision trained 2.4 times as fast as fp32 on
-#   an AMD EPYC (in a run of 2026-11-28; the tables below have other runs), and at 0.53 of fp32's speed when oneDNN
+#   an AMD EPYC (in a run of 2026-11-28; runs differ, see the tables below), and at 0.53 of fp32's speed when oneDNN
 #   (torch's library for matmuls on a CPU) was limited to the instruction set AVX512_CORE, which has no bf16 instructions.
 # - **The guide's own table** was decided cell by cell on this machine. On an AMD EPYC one of its 14 cells was refuted:
 #   half precision took 18 % off the peak, which the guide calls negligible.
