@@ -323,7 +323,7 @@ plots.Table(
 # - **1F1B** ("one forward, one backward") alternates forward and backward passes as soon as possible.
 # - **Interleaved** gives each rank two shorter pieces of the model instead of one long piece. The next rank can begin sooner. But with pieces 0 and 2 on rank 0, activations cross three borders instead of one.
 #
-# The next cell prints the first two for two stages and four micro-batches: `F0` is the forward pass of micro-batch 0, `B0` its backward pass. You can skip its code and the four cells after it: they receive and send, prepare each rank's layers, train, and compare gradients.
+# The next cell prints the first two for two stages and four micro-batches: `F0` is the forward pass of micro-batch 0, `B0` its backward pass. You can skip its code and the four cells after it: they receive and send, train, and compare gradients.
 
 
 # %%
@@ -493,7 +493,7 @@ plots.Table(["way", "largest difference / largest gradient"], rows)
 #
 # ### The bubble
 #
-# A stage can begin only after the stage before it has sent something. While it waits its device is idle: this is the **bubble**. With one micro-batch, one of two stages is always idle. More micro-batches fill the gap.
+# A stage can begin only after the stage before it has sent something. While it waits its device is idle: this is the **bubble**. With one micro-batch, one of two stages is always idle.
 #
 # To watch this, each rank records when it computes, on blocks that are twice as wide, and rank 0 also runs the whole model alone. First come two tools: a drawing, and a simulator of schedules in which messages take no time. The simulator's cell checks these formulas for the share of the time in which *p* stages with *m* micro-batches are idle:
 #
@@ -600,13 +600,13 @@ axes[-1].set_xlabel("seconds (blue: forward, orange: backward; the number: which
 widgets.revealed(lab, "together", 100 * max(0, 1 - 2 * median(bubble(turn) for turn in timed["GPipe", 1])))
 
 # %% [markdown]
-# With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is messages, unequally long actions and busy cores. (The table has the median of all turns, each picture the fastest turn.)
+# With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is time for messages, passes of unequal length, and other work on the same cores. (The table has the median of all turns, each picture the fastest turn.)
 #
 # The last two rows answer the first question: do two devices make a training faster? On the same batch, replicas exchange messages once per step, tensor-parallel shards in every layer.
 #
 # ### What a stage stores
 #
-# Both schedules have the same bubble. So why 1F1B? Because of memory: a stage must *hold* the activations of each micro-batch from its forward to its backward pass. The next cell runs four ranks on the CPU, and the lab's meter counts their activations. The cell after it is the simulator, for as many stages as you like.
+# Both schedules have the same bubble. So why 1F1B? Because of memory: a stage must *hold* the activations of each micro-batch from its forward to its backward pass. The next cell runs four ranks on the CPU, and the lab's meter counts their activations. The cell after it is the simulator, for 2, 4 or 8 stages.
 
 # %%
 STAGES, grown = 4, {}
@@ -811,9 +811,9 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # - with the neighbouring stage: for each micro-batch;
 # - with the rank of the same weights in the other replica: once per step.
 #
-# That is **3D parallelism**. The next cell builds it from the functions above. On real hosts, ranks that are neighbours in the grid's last dimension share one, so the order of the dimensions decides which group uses which link.
+# That is **3D parallelism**. The next cell builds it from the functions above. The grid's last dimension is the tensor-parallel one. On real machines, neighbours in it share a host, so the order of the dimensions decides which group uses which link.
 #
-# The cell after it shows the counted messages; the third, three more tables, explained below.
+# The cell after it shows the counted messages. The third cell prints three more tables, explained below.
 
 
 # %%
@@ -887,14 +887,14 @@ rows = [[ranks, *(f"{size:.3f}" if size else "not possible" for size in sizes)] 
 plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of weights on the fullest rank")
 
 # %% [markdown]
-# The formulas give the messages that were counted, and the losses are those of one device; otherwise the cell would have stopped. So the second table applies the formulas to a model that fits no laptop: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (The first table counts one message per parameter tensor for that sum, because our loop sums each gradient on its own. DDP joins them in buckets.)
+# The formulas give the messages that were counted, and the losses are those of one device. So the table *GB per step* applies the formulas to a model that fits no laptop: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (The table of counted messages has one message per parameter tensor for that sum, because our loop sums each gradient on its own. DDP joins them in buckets.)
 #
 # ### When does a link hold the devices up?
 #
-# Let a device compute F operations, and its link carry B bytes, per second. The third table has both limits.
+# Let a device compute F operations, and its link carry B bytes, per second. The table *H100s over* has both limits.
 #
-# - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**. (To hide its all-gathers, ZeRO 3 needs as many tokens.)
-# - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers of 2 bytes: 8 x width x (n - 1) / n bytes in a ring. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at **1 + 3 x width x B / F**.
+# - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**.
+# - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers of 2 bytes. A ring sends each sum 2 (n - 1) / n times: in all 8 x width x (n - 1) / n bytes. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at **1 + 3 x width x B / F**.
 #
 # The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads (4 here) and the fast link, for the pipeline the number of blocks (4) and the bubble.
 #
