@@ -101,7 +101,9 @@ plots.Table(heads, [[name, *map(float, three)] for name, three in by_type.items(
 #
 # The type of the numbers changes the time of linear layers and attention most. So we time these *parts* alone, in each type. The whole step is a training step of a small Llama. The model is loaded from three checkpoints, one in each type.
 #
-# The prediction for a step in fp16 or bf16 is the time of its parts plus the *rest*: the step in fp32 minus the parts in fp32. In a 16-bit type the rest may take half as long (half of the bytes) or twice as long (more casts), so the prediction is a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16: one of the claims is about these two types. (Your guess compares fp16 with fp32.) The first table had three matmuls of one size; these parts include attention and smaller matmuls, so another type may be the fastest.
+# The prediction for a step in fp16 or bf16 is the time of its parts plus the *rest*: the step in fp32 minus the parts in fp32. In a 16-bit type the rest may take half as long (half of the bytes) or twice as long (more casts), so the prediction is a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16: one of the claims is about these two types. (Your guess compares fp16 with fp32.)
+#
+# The fastest type in the table below need not be the fastest one in the table above. That table had three matmuls of one size. These parts include attention and smaller matmuls.
 
 # %%
 SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
@@ -397,7 +399,7 @@ plt.show()
 #
 # The next cell prints these comparisons as ratios, each with its interval. The first two lines are speeds relative to *one* process with half of the threads.
 #
-# - First line: two such processes with DDP, then the same two without an exchange of gradients. *With the sum of all gradients* adds the time of the all-reduce to the time without an exchange, as if no part of the all-reduce ran during backward. DDP's number should be between the other two. If it is not, look whether their intervals still overlap.
+# - First line: two such processes with DDP, then the same two without an exchange of gradients. *With the sum of all gradients* adds the time of the all-reduce to the time without an exchange, as if no part of the all-reduce ran during backward. DDP's number should be between the other two. If it is not, look at the intervals: if DDP's overlaps one of the other two, this measurement does not contradict the prediction.
 # - Second line: one process with all threads. This comparison with DDP is fair, because the one process uses as many cores as the two.
 # - Third line: the CPU time of the crowded layout, relative to two processes that divide the cores.
 # - Last line: one thread fewer, relative to all threads, in training, in a matmul and in an element-wise operation (*other work*).
