@@ -49,7 +49,7 @@ if lab.machine.rehearsed:
 # Loading fills a model's weights from a file. On their way the bytes may pass through a buffer, and a process can hold bytes in two ways:
 #
 # - **private** memory belongs to the process alone. The system cannot take it back.
-# - **mapped** memory shows a file. A page of it (4 KB) is read when it is first touched. Under pressure the system drops the page and reads it again later.
+# - **mapped** memory has the content of a file. The system reads a page (4 KB) from the file when the program first uses it. If memory gets short, the system drops the page and reads it again later.
 #
 # Linux reports both: `RssAnon` is private memory, `RssFile` is mapped, and `RssShmem` is a file that is kept in memory (as under `/dev/shm`, or `/tmp` on some systems).
 #
@@ -496,7 +496,7 @@ heads = [
 plots.Table(heads, list(gradient_owners()), "The optimizer's weight, and the weight that the forward pass used")
 
 # %% [markdown]
-# Every optimizer skips a weight without a gradient. Frozen weights rely on this, so nothing warns. And the layers did not run under `no_grad`: the gradient exists, on a tensor that is thrown away. Two libraries contribute to the fault. accelerate replaces the tensors. transformers used to stop with a RuntimeError in `Trainer._move_model_to_device` (`trainer.py`); since [PR 41032](https://github.com/huggingface/transformers/pull/41032) it returns early for any model with a `hf_device_map`.
+# Every optimizer skips a weight without a gradient. Frozen weights rely on this, so nothing warns. And the layers did not run under `no_grad`: the gradient exists, on a tensor that is thrown away. Two libraries contribute to the fault. accelerate replaces the tensors. transformers used to stop with a RuntimeError in `Trainer._move_model_to_device` (`trainer.py`); since [PR 41032](https://github.com/huggingface/transformers/pull/41032) this function no longer moves a model that has a `hf_device_map`, which `device_map` sets, so there is no error.
 #
 # The fault is known for accelerate's `cpu_offload` ([issue 3770](https://github.com/huggingface/accelerate/issues/3770), closed).
 #
