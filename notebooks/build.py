@@ -36,6 +36,9 @@ PARAMETERS = {"profile": "auto", "strict": False, "out": ""}  # what a course ru
 # What trains nothing must not end a lesson.
 FORESEEN = ("estimate", "advise", "verify", "parallelism", "explorers.memory")
 
+# A notebook shows the results of these only as the last expression of a cell, or by display(...).
+RESULTS = ("widgets.revealed", "claims.check", "exercises.check", "plots.Table", "plots.table")
+
 ONCE = ("parameters", "setup", "finish")
 EXERCISE = ("exercise", "check", "solution")
 RECORDED = "recorded"  # the cell that is made here, from recorded runs; it counts neither as a cell nor as prose
@@ -90,19 +93,33 @@ def _answer_in(cell) -> str:
 
 def recorded_text(lesson: str, results: Path = HERE.parent / "results") -> str:
     """Return, as markdown, what the newest recorded run of each machine measured for a lesson's claims; "" without
-    any.
+    any. Verdicts by a rule that the ledger has changed since are left out, and counted.
     """
     from perf_helpers.course.results import measured_text
 
-    parts = []
+    parts, changed = [], 0
     for data in _recorded(results).values():
-        rows = [claim for claim in data["claims"] if claim["lesson"][:2] == lesson[:2]]
+        claims = [claim for claim in data["claims"] if claim["lesson"][:2] == lesson[:2]]
+        rows = [claim for claim in claims if _is_by_the_present_rule(claim, bool(data["machine"]["gpus"]))]
+        changed += len(claims) - len(rows)
         if rows:
             versions = ", ".join(f"{name} {data['versions'][name]}" for name in ("torch", "transformers"))
             head = f"On {data['machine']['name']} ({versions}, profile {data['profile']}, {data['date'][:10]}):"
             lines = [f"| `{claim['id']}` | {claim['verdict']} | {measured_text(claim)} |" for claim in rows]
             parts.append("\n".join([head, "", "| claim | verdict | measured |", "|---|---|---|", *lines]))
-    return "\n\n".join(["**What recorded runs measured**, to hold yours against.", *parts]) if parts else ""
+    if changed:
+        parts.append(f"Left out: {changed} {'verdicts' if changed > 1 else 'verdict'} by rules that have changed since.")
+    return "\n\n".join(["**What recorded runs measured**, to compare with yours.", *parts]) if parts else ""
+
+
+def _is_by_the_present_rule(claim: dict, has_gpu: bool) -> bool:
+    """Return whether the ledger still has the rule of a recorded claim; `has_gpu`: whether its machine has a GPU."""
+    from perf_helpers.course.ledger import Verdict, load
+
+    present = load().get(claim["id"])
+    if present is None or claim["threshold"] != present.threshold_text():
+        return False
+    return has_gpu or present.where == "any" or claim["verdict"] == Verdict.NOT_TESTABLE
 
 
 @cache
@@ -155,6 +172,8 @@ def _lint_code(cells):
             yield f"cell {number} has outputs; lessons are kept without"
         for name in _unguarded(cell.source):
             yield f"cell {number} calls {name}(...): ask by lab.foresee({name}, ...), which goes on without an answer"
+        for name in _lost(cell.source):
+            yield f"cell {number} loses the result of {name}(...): write display({name}(...))"
         if _asks(cell) and any(line.startswith(SEEN) for line in cell.source.splitlines()):
             yield f"cell {number} asks a question and does more: a question has a cell of its own, which is sealed"
         if "parameters" in tags(cell) and _assignments(cell.source) != PARAMETERS:
@@ -180,6 +199,15 @@ def _unguarded(source):
             found.append(ast.unparse(node.func))
         rest.extend(ast.iter_child_nodes(node))
     return found
+
+
+def _lost(source):
+    """Return the names of RESULTS that a cell calls without displaying what they return."""
+    with suppress(SyntaxError):
+        tree = ast.parse(source)
+        calls = (node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+        return [name for node in calls if node is not tree.body[-1] and (name := ast.unparse(node.value.func)) in RESULTS]
+    return []
 
 
 def _assignments(source):

@@ -187,6 +187,8 @@ BREAKS = {
     "setup first": (lambda cells: cells.insert(1, cells.pop(cells.index(tagged(cells, "setup")))), "comes before"),
     "a long cell": (rewrite("claim", "\n".join("x" * 26)), "has 26 lines; at most 25"),
     "an estimate that can end it": (rewrite("claim", "peak = estimate(task).peak_bytes"), "by lab.foresee(estimate"),
+    "a result that is lost": (rewrite("claim", "if x:\n    claims.check('a', 1)"), "loses the result of claims.check"),
+    "a result before the end": (rewrite("claim", "claims.check('a', 1)\nx = 1"), "loses the result of claims.check"),
     "outputs": (lambda cells: tagged(cells, "claim").update(execution_count=1), "has outputs"),
     "a misspelt parameter": (rewrite("parameters", 'profile = "auto"\nstrickt = False\nout = ""'), "are exactly"),
     "one parameter more": (rewrite("parameters", 'profile = "auto"\nstrict = False\nout = ""\nx = 1'), "are exactly"),

@@ -435,7 +435,7 @@ widgets.progress(lab)
 # - One experiment went from end to end, in a process of its own that left nothing behind. A hoarder and a killed process left nothing behind either.
 # - You met a run, a comparison, a claim and two of the 5 verdicts. An interval that contains 1 means *too small to tell*.
 #
-# The cell below closes the lesson, as it closes each one. Its **scoreboard** has a row for each claim: the verdict, what the guides say, what was measured *here* and what was measured *there*. It names the machine, the versions and the date, without which no figure is worth much. Above that cell each lesson lists what recorded runs measured. (A machine *held to AVX512_CORE* was allowed no newer vector instructions than these, as if its CPU were an older one.) `perf-helpers course` runs all lessons and puts their scoreboards on one page.
+# The cell below closes the lesson, as it closes each one. Its **scoreboard** has a row for each claim: the verdict, what the guides say, what was measured *here* and what was measured *there*. It names the machine, the versions and the date, without which no figure is worth much. A source such as *2024 index* is the overview page of transformers' documentation in that year; [the bibliography](BIBLIOGRAPHY.md) has all sources. Above that cell each lesson lists what recorded runs measured. (A machine *held to AVX512_CORE* was allowed no newer vector instructions than these, as if its CPU were an older one.) `perf-helpers course` runs all lessons and puts their scoreboards on one page.
 #
 # Next: the 2023 guide trained a model whose weights take 1.3 GB, and then 15 GB of its GPU were in use. Lesson 01 asks what filled them.
 

@@ -742,7 +742,7 @@ exercises.prove(
 #
 # The default, fused, is the right choice nearly everywhere: steps of 1 x 32 tokens were 1.87 times as fast as with the quickest other AdamW. Change it for memory (lessons 08 and 09), not for speed.
 #
-# (In the records below, *held to AVX512_CORE* means that torch was allowed to use only this older set of CPU instructions. That run is also older than the rule that `multi-tensor-default` needs a GPU.)
+# (In the records below, *held to AVX512_CORE* means that torch was allowed to use only this older set of CPU instructions.)
 
 # %% tags=["finish"]
 claims.finish()

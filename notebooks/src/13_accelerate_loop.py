@@ -221,7 +221,7 @@ def keep(accelerator, folder, done, losses, die_after):
 #
 # The baseline is the Trainer with the same recipe. One more thing must be equal: the loss. Lesson 05 found that the Trainer may fail to divide an accumulated loss by the number of micro-batches for this class of model (with transformers 5.23 and 5.24 it does fail). Our loop does divide, in `accelerator.backward`. Without a remedy we would compare two different recipes, so the Trainer gets the remedy of lesson 05, in the line marked below.
 #
-# While it trains, a live monitor shows the state of the machine: on a GPU its memory, load, power and clocks, otherwise the host's memory and load, and the memory of this process and of its experiments (the training is one). The monitor stops at the end of its `with` block; the *samples* in its summary are readings of the machine, not sequences. Look at such a monitor in the first minutes of a training of hours.
+# While it trains, a live monitor shows the state of the machine: on a GPU its memory, load, power and clocks, otherwise the host's memory and load, and the memory of this process and of its experiments (the training is one). The monitor stops at the end of its `with` block. Look at such a monitor in the first minutes of a training of hours.
 
 
 # %%

@@ -917,8 +917,6 @@ claims.check("accelerator-required", accelerated)
 # - DP moves more than DDP: 2.65 times the bytes for gpt2.
 # - Two launchers started the same steps. A killed rank was named within 1 s. A hanging rank was reported with its line of code, after the limit of 8 s. Ranks of two dtypes went on with wrong numbers until torch compared (`DETAIL`).
 # - All five single-GPU methods saved memory on two processes, too: accumulation the most, with 0.63 times the peak.
-#
-# The older records below were decided by the rules of their dates.
 
 # %% tags=["finish"]
 claims.finish()

@@ -781,7 +781,7 @@ exercises.prove(check_loss, solution=solution, mistake={"experts": 64, "k": 2, "
 # %% [markdown]
 # ## Recap
 #
-# The numbers are those of a recorded run (AMD EPYC, 2 cores, 2026-11-28); the tables below may have a later one. (In runs before 2026-11-25, `moe-balanced` was measured as `moe-gate-alone` is now.)
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, 2026-11-28); the tables below may have a later one.
 #
 # - A gate, experts, dispatch and combine took a few lines, with the same output as the layer in transformers.
 # - Parameters and memory grow with all experts, arithmetic with those that a token meets. 32 experts had 11.6 times the parameters, 7.4 times the peak and 1.015 times the operations of the dense model.

@@ -193,7 +193,7 @@ def over(one, other):
 
 full = counted("all weights")
 runs = [full] if no_peft else [full, counted("rank 4", 4), counted("rank 32", 32)]
-plots.memory(runs)
+_ = plots.memory(runs)
 
 # %%
 kinds = ("weights", "frozen_weights", "gradients", "optimizer_states", "activations")
@@ -212,7 +212,7 @@ if not no_peft:
         assert not more.peak_bytes or more.memory.trainable_parameters > trained  # otherwise the rank was ignored
         share = trained / few.memory.parameters
         print(f"{share:.2%} of the parameters learn; gradients and states: {sizes[1]:,} bytes, before {sizes[0]:,}")
-        widgets.revealed(lab, "peak", 100 * found["lora-memory"])
+        display(widgets.revealed(lab, "peak", 100 * found["lora-memory"]))
 
 # %%
 answers = ["a rank of 1", "half of the tokens in a batch", "adapters beside more matrices"]
@@ -504,7 +504,7 @@ if not no_peft:
     found["checkpointing-keeps"] = over(held[0], sum(held)) if None not in held else None
     assert None in held or held[1] < part(runs[1], "activations", "forward")  # otherwise nothing was checkpointed
     print(f"kept for the backward pass: {held[0] or 0:,} bytes of gradients, {held[1] or 0:,} of activations")
-    plots.memory([runs[1], fewer_kept])
+    _ = plots.memory([runs[1], fewer_kept])
 
 # %% [markdown]
 # ## What held

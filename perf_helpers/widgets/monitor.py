@@ -93,7 +93,7 @@ class Monitor:
             found = (min(values), statistics.fmean(values), max(values)) if values else (None, None, None)
             rows.append([figure, *(_text(value, unit) for value in found)])
         seconds = self.samples[-1][0] if self.samples else None
-        caption = f"{self.name}: {len(self.samples)} samples in {seconds_text(seconds)}"
+        caption = f"{self.name}: {len(self.samples)} readings in {seconds_text(seconds)}"
         return plots.Table(["figure", "min", "mean", "max"], rows, caption)
 
     def live_html(self) -> str:
