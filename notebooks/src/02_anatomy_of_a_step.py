@@ -957,11 +957,11 @@ exercises.prove(check, solution=1e3 * whole, mistake=1e3 * reference)  # as many
 # %% [markdown]
 # ## Recap
 #
-# The times are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
+# The times are those of an AMD EPYC with 2 cores (2026-11-29); yours are in the cells above.
 #
-# - **Two ceilings give the least time of an operation**, from its FLOPs and its bytes. A third limit can add to it: GELU took 2.2 times as long as a copy of as many bytes.
+# - **Two ceilings give the least time of an operation**, from its FLOPs and its bytes. A third limit can add to it: GELU took 2.1 times as long as a copy of as many bytes.
 # - **Matmuls do nearly all the arithmetic of a step**, more than 95 % of its FLOPs. The other operations move bytes, and the picture shows how much time that takes.
-# - **Backward has exactly 2 times the matmul FLOPs of forward.** In time the factor was 1.97 without dropout, and 1.33 with it.
+# - **Backward has exactly 2 times the matmul FLOPs of forward.** In time the factor was 1.93 without dropout, and 1.26 with it.
 # - **100 % utilization means that something ran.** A loop that only counts reaches it.
 #
 # Before you optimize, place your step on the roof. Bound by arithmetic: use a faster precision (lesson 07). Bound by bandwidth: move fewer bytes, by fusing (lesson 11) or by 16 bits. Bound by neither: use larger batches (lesson 04).

@@ -529,10 +529,10 @@ exercises.prove(check, solution={"A", "D"}, mistake={"D"})  # the mistake: the f
 # %% [markdown]
 # ## Recap of part 1
 #
-# The numbers are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
+# The numbers are those of an AMD EPYC with 2 cores (2026-11-29); yours are in the cells above.
 #
-# - **A larger batch is faster until the later of two knees.** Two ceilings give the knee of intensity, and counting tiles gives the knee of occupancy. In a whole step more samples also share the update and each call: batch 51 was 3.0 times as fast as batch 1.
-# - **The largest batch that fits can be found without a crash**, and its last three quarters bring little: a quarter of it had 0.89 times its speed.
+# - **A larger batch is faster until the later of two knees.** Two ceilings give the knee of intensity, and counting tiles gives the knee of occupancy. In a whole step more samples also share the update and each call: batch 51 was 3.3 times as fast as batch 1.
+# - **The largest batch that fits can be found without a crash**, and its last three quarters bring little: a quarter of it had 0.90 times its speed.
 # - **Time jumps at the edges of tiles**, if your picture and your table show it. Padding is nearly free: 30528 words instead of 30522 took 25 kB.
 #
 # This is a good place to stop.
@@ -807,7 +807,7 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# - **Speed:** a larger batch was faster until the later of two knees. In a whole step, more samples also share the update and each call: updates were a share of 0.36 of the seconds that the largest batch saved (on the machine named in part 1).
+# - **Speed:** a larger batch was faster until the later of two knees. In a whole step, more samples also share the update and each call: updates were a share of 0.32 of the seconds that the largest batch saved (on the machine named in part 1).
 # - **Memory:** the largest batch that fits was found by a search that crashes, and by a line that does not. Your outputs show what it brought, and whether the time jumped at the edges of tiles.
 # - **Learning:** after 16 steps the loss with batch 128 was 0.09 times that with batch 8; after the same 512 samples it was 11.8 times. By seconds the winner depends on your machine, and a large batch needs a scaled learning rate.
 

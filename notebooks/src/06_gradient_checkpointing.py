@@ -643,11 +643,11 @@ exercises.prove(check, solution=list(range(layers // 2)), mistake=list(range(lay
 # %% [markdown]
 # ## Recap
 #
-# The measured numbers are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
+# The measured numbers are those of an AMD EPYC with 2 cores (2026-11-29); yours are in the cells above.
 #
 # - **Every forward runs twice and gives the same gradient**, if the random state is put back. Otherwise the small BERT's gradient was 1.1 % off.
 # - **The best segment has √(n / I) blocks.** With segments of √n blocks, activations grew as the depth to the power of 0.50 (by the lab's meter). The inside of a transformer layer is so large that a checkpoint at every layer is best, unless the model has very many layers.
-# - **The flag saves activations and nothing else**, for one more forward of every layer: 0.58 times the peak, at 0.77 times the throughput. The bytes that wait for backward grow with the number of layers.
+# - **The flag saves activations and nothing else**, for one more forward of every layer: 0.58 times the peak, at 0.76 times the throughput. The bytes that wait for backward grow with the number of layers.
 # - **Checkpointing is worth most for long sequences**, and nothing for the last layer. If the peak has no activations, there is nothing to save.
 
 # %% tags=["finish"]

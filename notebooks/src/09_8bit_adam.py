@@ -526,7 +526,7 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# The numbers are those of a recorded run (AMD EPYC, 2 cores, 2026-11-28); the tables below may have a later one, and yours are in the cells above.
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, 2026-11-29); yours are in the cells above.
 #
 # - **256 values and one scale per block store a state closely enough for Adam.** The final loss was 1.02 times that of AdamW. An outlier spoils its own block of 256 numbers and no other.
 # - **Some tensors stay in 32 bits**: those of fewer than 4096 numbers by the library's rule, embeddings by the Trainer's. The optimizer built by hand quantized embeddings too, and kept fewer bytes than the flag.

@@ -733,14 +733,14 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# The times are those of an AMD EPYC with 2 cores (2026-11-28); yours are in the cells above.
+# The times are those of an AMD EPYC with 2 cores (2026-11-29); yours are in the cells above.
 #
-# - **The three forms give the same weights**, equal to rounding. The loop calls operators for every tensor, foreach for a list of tensors, fused calls one for the whole update. With many small tensors foreach was 1.44 times as fast as the loop; on large ones only the fused form keeps its lead.
+# - **The three forms give the same weights**, equal to rounding. The loop calls operators for every tensor, foreach for a list of tensors, fused calls one for the whole update. With many small tensors foreach was 1.62 times as fast as the loop; on large ones only the fused form keeps its lead.
 # - **The forms differ at the peak.** foreach adds a root per parameter (4 bytes), the loop two or three roots of one tensor, fused nothing.
 # - **An update inside backward needs no full set of gradients** (4 bytes per parameter), at the same losses. It rules out accumulation, clipping by the global norm, and a loss scaler.
 # - **The Trainer refuses 2 of the 5 names of the guide's list.** The optimizers that it can make here are in one table; states, peak, time and loss each rank them differently.
 #
-# The default, fused, is the right choice nearly everywhere: steps of 1 x 32 tokens were 1.87 times as fast as with the quickest other AdamW. Change it for memory (lessons 08 and 09), not for speed.
+# The default, fused, is the right choice nearly everywhere: steps of 1 x 32 tokens were 1.92 times as fast as with the quickest other AdamW. Change it for memory (lessons 08 and 09), not for speed.
 #
 # (In the records below, *held to AVX512_CORE* means that torch was allowed to use only this older set of CPU instructions.)
 

@@ -755,7 +755,7 @@ exercises.prove(check, solution=dict(num_workers=3, prefetch_factor=6), mistake=
 # ## Recap
 #
 # - **Measuring.** Two readings of the clock per step showed how long it waited for its batch. A thread hid a reader that waits, but not one that computes in Python; a worker can hide both if it finds a core.
-# - **How many workers.** More workers helped until nothing was left to wait for: with a reader that takes three steps, four workers made the training 3.7 times as fast (AMD EPYC, 2 cores, in a run of 2026-11-28; the tables below have other runs), and sixteen gained nothing more that could be measured. Each further worker costs its start, its memory and, if it computes, a core. A late batch calls for more prefetch, not for more workers.
+# - **How many workers.** More workers helped until nothing was left to wait for: with a reader that takes three steps, four workers made the training 3.3 times as fast (AMD EPYC, 2 cores, 2026-11-29), and sixteen gained nothing more that could be measured. Each further worker costs its start, its memory and, if it computes, a core. A late batch calls for more prefetch, not for more workers.
 # - **Cheaper batches.** Batches got cheaper by tokenising once if reading them back was cheap, by padding less or packing, and on a GPU by pinned memory.
 
 # %% tags=["finish"]

@@ -744,9 +744,9 @@ except ValueError as missing:
 #   left. None of the ten removes fp32 weights and gradients, the dashed line. Weights in half precision do, at a risk
 #   for learning.
 # - **The ladder of speed** led from the guides' vanilla to the best recipe in no more memory, and named the rungs that
-#   gained nothing here. The hardware decides what a rung gains: half precision trained 2.4 times as fast as fp32 on
-#   an AMD EPYC (in a run of 2026-11-28; runs differ, see the tables below), and at 0.53 of fp32's speed when oneDNN
-#   (torch's library for matmuls on a CPU) was limited to the instruction set AVX512_CORE, which has no bf16 instructions.
+#   gained nothing here. The hardware decides what a rung gains: half precision trained 1.6 times as fast as fp32 on
+#   an AMD EPYC (2026-11-29), and at 0.53 of fp32's speed when oneDNN (torch's library for matmuls on a CPU) was
+#   limited to the instruction set AVX512_CORE, which has no bf16 instructions (2026-11-24).
 # - **The guide's own table** was decided cell by cell on this machine. On an AMD EPYC one of its 14 cells was refuted:
 #   half precision took 18 % off the peak, which the guide calls negligible.
 # - **A grid of recipes** went to several workers. On a cluster only the workers change.

@@ -749,11 +749,11 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 # %% [markdown]
 # ### Recap of part one
 #
-# Percentages and ratios: AMD EPYC, 2 cores, 2026-11-28.
+# Percentages and ratios: AMD EPYC, 2 cores, 2026-11-29.
 #
 # - Each rank computes on its own samples, and the mean of the gradients keeps all ranks equal: the largest difference was 0.
-# - DDP sends 4 bytes per parameter per step, in buckets, 83 % of them while backward runs. Its buckets take 4 bytes per parameter of memory, unless gradients are views of them.
-# - A step waits for what backward cannot hide. Over a link with few bytes per second, a model twice as large waited 1.95 times as long; with late messages, a sharded model waited 4.85 times as long as one under DDP that sent everything twice.
+# - DDP sends 4 bytes per parameter per step, in buckets, 87 % of them while backward runs. Its buckets take 4 bytes per parameter of memory, unless gradients are views of them.
+# - A step waits for what backward cannot hide. Over a link with few bytes per second, a model twice as large waited 1.62 times as long; with late messages, a sharded model waited 4.55 times as long as one under DDP that sent everything twice.
 #
 # ## Part two: launchers and faults
 #
@@ -910,12 +910,12 @@ claims.check("accelerator-required", accelerated)
 # %% [markdown]
 # ## Recap
 #
-# Times and ratios: AMD EPYC, 2 cores, 2026-11-28.
+# Times and ratios: AMD EPYC, 2 cores, 2026-11-29.
 #
-# - The second process helped if a step was long: with 1 sample each, two processes were 1.01 times as fast as one; with 8, 1.32 times.
+# - The second process helped if a step was long: with 8 samples each, two processes were 1.55 times as fast as one. With 1 sample each, the effect was too small to tell: 1.02 times (0.78 to 1.33).
 # - `no_sync` sent 2.45 MB instead of 9.81, and bf16 sent half.
 # - DP moves more than DDP: 2.65 times the bytes for gpt2.
-# - Two launchers started the same steps. A killed rank was named within 1 s. A hanging rank was reported with its line of code, after the limit of 8 s. Ranks of two dtypes went on with wrong numbers until torch compared (`DETAIL`).
+# - Two launchers started the same steps. A killed rank was named after 4.2 s. A hanging rank was reported with its line of code, after the limit of 8 s. Ranks of two dtypes went on with wrong numbers until torch compared (`DETAIL`).
 # - All five single-GPU methods saved memory on two processes, too: accumulation the most, with 0.63 times the peak.
 
 # %% tags=["finish"]
