@@ -997,11 +997,11 @@ exercises.prove(check_cut, solution=cheapest, mistake=most_even)
 # %% [markdown]
 # ## Recap
 #
-# - A block split through its matrices and a model split into stages had the gradients of the whole model, with 50 % of its weights on each rank.
-# - Tensor parallelism sends sums of activations in every layer, a pipeline one message per micro-batch, data parallelism one sum of gradients per step. In the grid of eight ranks a rank sent 2.36 MB, 0.26 MB and 0.86 MB per step. The group that sends the most gets the fast link.
-# - Two stages with one micro-batch are idle for 50 % of the time; with eight the formula gives 11 %. More micro-batches shrink the bubble, but their matmuls are smaller.
+# - A block split through its matrices and a model split into stages had the gradients of the whole model, with half its weights on each rank.
+# - Tensor parallelism sends sums of activations in every layer, a pipeline one message per micro-batch, data parallelism one sum of gradients per step. In the grid of eight ranks a rank sent 2.36 MB, 0.26 MB and 0.86 MB per step. The group that sends most gets the fast link.
+# - Two stages with one micro-batch are idle 50 % of the time; with eight the formula gives 11 %. More micro-batches shrink the bubble, but also their matmuls.
 # - 1F1B has the same bubble as GPipe and stores less: the first of four stages held 4 micro-batches instead of 8.
-# - If a model fits, replicas are usually faster: 1.75 times one device, against 1.33 with tensor parallelism and 1.47 with the best pipeline (AMD EPYC, 2 cores, 2026-11-28).
+# - If a model fits, replicas are usually faster: 1.70 times one device, against 1.43 with the best pipeline and 1.21 with tensor parallelism, whose interval includes 1 (AMD EPYC, 2 cores, 2026-11-29).
 
 # %% tags=["finish"]
 claims.finish()

@@ -781,12 +781,12 @@ exercises.prove(check_loss, solution=solution, mistake={"experts": 64, "k": 2, "
 # %% [markdown]
 # ## Recap
 #
-# The numbers are those of a recorded run (AMD EPYC, 2 cores, 2026-11-28); the tables below may have a later one.
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, 2026-11-29).
 #
 # - A gate, experts, dispatch and combine took a few lines, with the same output as the layer in transformers.
 # - Parameters and memory grow with all experts, arithmetic with those that a token meets. 32 experts had 11.6 times the parameters, 7.4 times the peak and 1.015 times the operations of the dense model.
 # - At the same arithmetic, more experts learn more: the dense model's loss was 2.2 times that of 64 experts. This needs a balancing loss: without it the busiest expert got 23 times the mean, with it 2.7 times.
-# - The gain in seconds comes close to the gain in operations only in wide layers. A step of 64 experts was 0.80 times as fast as one of the dense model of equal quality with vectors of width 64, and 1.25 times as fast at 768, where it took 2.1 times fewer operations.
+# - The gain in seconds comes close to the gain in operations only in wide layers. A step of 64 experts was 0.84 times as fast as one of the dense model of equal quality with vectors of width 64, and 1.21 times as fast at 768, where it took 2.1 times fewer operations.
 # - With experts in two processes, outputs and gradients stayed those of one. By the formula, each of the four all-to-alls of a step carries 65,536 bytes from a rank.
 
 # %% tags=["finish"]

@@ -652,12 +652,12 @@ exercises.prove(check, solution=through_fp32, mistake=as_it_is)
 #
 # ## Recap
 #
-# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28); the table below may have a later one.
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-29).
 #
-# - A training step in fp16 ran at 0.15 of bf16's speed, within the range predicted from the measured parts. The CPU's list of instruction sets does not predict this speed.
+# - A training step in fp16 ran at 0.18 of bf16's speed, within the range predicted from the measured parts. The CPU's list of instruction sets does not predict this speed.
 # - The Trainer obeyed bf16 and ignored fp16: 1 flag of 2. An fp16 checkpoint stays fp16 unless you pass a `dtype`.
 # - bf16 reduced the peak to 0.80 at micro-batch 64, and not at all at micro-batch 1.
-# - torchrun gave each process 1 thread, plain processes took all cores. Too many threads cost 1.85 times the CPU time for the same work.
+# - torchrun gave each process 1 thread, plain processes took all cores. Too many threads cost 1.77 times the CPU time for the same work.
 
 # %% tags=["finish"]
 claims.finish()

@@ -638,11 +638,11 @@ exercises.prove(check, solution=dict(plan=by_tokens), mistake=dict(plan=lambda _
 #
 # ## Recap
 #
-# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-29).
 #
 # - The cache took exactly the bytes of the formula: 2 x layers x heads of keys x head size x bytes x tokens, for each answer. It changed no answer.
 # - A 4-bit weight takes 4.5 bits with its scale, and the library's figure leaves the scales out: it reports 0.96 of what the model holds.
-# - Sixteen answers shared one reading of the weights: 7.0 times the throughput, 2.3 times the latency.
+# - Sixteen answers shared one reading of the weights: 6.5 times the throughput, 2.5 times the latency.
 # - The kept logits made the evaluation's peak 4.6 times the training's. Take the argmax first.
 # - Padding on the right changed 18 of 20 answers, padding on the left 0.
 

@@ -723,10 +723,10 @@ exercises.prove(check, solution=shared, mistake=lambda source, files: load(sourc
 # %% [markdown]
 # ## Recap
 #
-# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-29).
 #
-# - The usual way held the weights 2.00 times. Built on meta and mapped, the weights took 1.05 times their bytes at the peak, which came with the first answer. When `from_pretrained` returned, they took only 0.04, because they had not been read yet.
-# - Shards and `low_cpu_mem_usage` changed nothing: 0.99 and 1.00 times the memory. Four bits took 1.91 times, because the converted weights are private beside the mapped file.
+# - The usual way held the weights 2.00 times. Built on meta and mapped, the weights took 1.04 times their bytes at the peak, which came with the first answer. When `from_pretrained` returned, they took only 0.04, because they had not been read yet.
+# - Shards and `low_cpu_mem_usage` changed nothing: 0.99 and 1.00 times the memory. Four bits took 1.73 times, because the converted weights are private beside the mapped file.
 # - With 6 GB per card, `device_map="auto"` put only 0.89 times as many bytes onto two cards as the loop by hand, because it keeps room for the largest part on the first card.
 # - Layers on disk gave the same answers (a difference of 0), from the checkpoint itself.
 # - The Trainer changed 51 % of the parameters and did not warn. Four lines check for that before the first step.

@@ -740,7 +740,7 @@ exercises.prove(check, solution=coarse_to_fine, mistake=by_halving)
 #
 # ## Recap
 #
-# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-29).
 #
 # - The best of 20 equal recipes came out about two standard deviations ahead, as predicted. The search's winner was ahead by luck alone: trained again with fresh seeds, on fresh data, it lost 1.00 times the lead that luck alone gives.
 # - The search found a learning rate that gave 0.35 of the default's loss, and a pruner found as good a one in 0.54 of the steps. In the default space 0.63 of the winner's gain was left at equal length. The rest was a longer training.

@@ -647,12 +647,12 @@ exercises.prove(check, solution=1.05 * tokens, mistake=tokens / 8)  # as if the 
 #
 # ## Recap
 #
-# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-28).
+# The numbers are those of a recorded run (AMD EPYC, 2 cores, torch 2.15.0, 2026-11-29).
 #
 # - Adapters trained one parameter in 9,249 of a GPT-3. Gradients and optimizer states went, frozen weights and most activations stayed: here the peak was 0.57 of full training's, and rank 32 kept 1.01 times the activations of rank 4.
 # - Four bits are 16 quantiles and a scale for 64 weights. Double quantization saved 0.37 bits per weight, as its paper says.
 # - The preparation cast a large vocabulary up to 32 bits, and QLoRA took 1.30 times as much as LoRA; without it 0.90.
-# - A step with adapters was 1.49 times as fast. Merging changed the outputs by less than 0.000001 in a base that is not quantized, and by 20.1 % in a 4-bit base.
+# - A step with adapters was 1.45 times as fast. Merging changed the outputs by less than 0.000001 in a base that is not quantized, and by 20.1 % in a 4-bit base.
 # - Reentrant checkpointing trained 0 adapters, with only a warning.
 
 # %% tags=["finish"]
