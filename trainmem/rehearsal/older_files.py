@@ -59,12 +59,13 @@ class OlderFiles:
             self._rename(name)
 
     def _rename(self, name: str) -> None:
-        self.rename(name, now := _unused(name))
-        self.aside.add(now)
-        self._note(now, name)
+        with contextlib.suppress(FileNotFoundError):  # another rank has renamed it just now
+            self.rename(name, now := _unused(name))
+            self._note(now, name)
 
-    def _note(self, now: str, before: str) -> None:
+    def _note(self, now: str, before: str, is_aside: bool = True) -> None:
         self.undo.append([now, before])
+        self.aside |= {now} if is_aside else set()
         self.changed()  # now, because this process may be killed
 
     def open(self, plain: Callable, file: Any, mode: str = "r", *args, **kwargs) -> Any:
@@ -73,7 +74,6 @@ class OlderFiles:
             name = _absolute(file)
             if "a" in mode and self.is_older(name) and os.path.isfile(name):
                 shutil.copy2(name, copy := _unused(name))
-                self.aside.add(copy)
                 self._note(copy, name)
             if "w" in mode:
                 self.set_aside(name)
@@ -91,7 +91,7 @@ class OlderFiles:
             self.set_aside(new)
         plain(src, dst)
         if is_older and old != new:
-            self._note(new, old)
+            self._note(new, old, is_aside=False)
         self.opened, self.aside = moved(self.opened - {new}, old, new), moved(self.aside, old, new)
 
     def remove(self, plain: Callable, path: Any, *, dir_fd: int | None = None) -> None:
