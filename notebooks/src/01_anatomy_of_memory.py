@@ -457,9 +457,9 @@ claims.check("eighteen-bytes", sum(per_parameter(mixed)), note=note)
 # - **Functions that need memory of their own.** Beam search generates several texts at once (its *beams*) and returns the
 #   likeliest. It holds inputs, and a cache of earlier tokens' keys and values, for every beam. *Greedy* search, with which
 #   it is compared, has one beam.
-# - **A temporary that you hold yourself.** In a training loop the variable `output` keeps the model's logits, which are
-#   large in a language model, alive through backward, unless you delete it. The claim's note has the peak with `output`
-#   kept, then the peak with `output` deleted.
+# - **A temporary that you hold yourself.** In a training loop the variable `output` refers to the model's logits. In a
+#   language model they are large, and they stay in memory during backward, unless you delete `output` before. The
+#   claim's note has the peak with `output` kept, then the peak with `output` deleted.
 
 
 # %% tags=["claim"]
@@ -601,10 +601,11 @@ plots.Table(["experiment", "measured peak", "estimate", "accelerate estimate-mem
 # On a CPU estimate and measurement are equal to the byte, because the same code runs, the Trainer included. For a GPU the
 # estimate follows written rules: how much memory each CUDA kernel requests, and how torch's allocator rounds and places
 # the requests. (On a GPU, `forecast["03 vanilla"].assumptions` lists these rules.) The two other predictions are
-# fixed numbers of bytes per parameter. In fp32 accelerate predicts 16 (weights, gradients and AdamW's states). With bf16
-# it predicts only 8, because it reports the largest item of its own list, and there that is the states alone. Both
-# predictions ignore the batch, the length and the optimizer, which decide the peak of a small model. The same comparison
-# over more trainings and tools, for a CPU and for GPUs: [the estimate](../docs/estimate.md).
+# fixed numbers of bytes per parameter. The library accelerate computes four sizes (model, gradients, optimizer states, the
+# whole step) and reports the largest. In fp32 that is the step, the sum of the other three: 16. With bf16 accelerate
+# takes the states alone as the step, and no size is larger: only 8. Both predictions ignore the batch, the length and
+# the optimizer, which decide the peak of a small model. The same comparison over more trainings and tools, for a CPU and
+# for GPUs: [the estimate](../docs/estimate.md).
 
 # %% jupyter={"source_hidden": true}
 alone = lab.train("one sample", measure=("memory",), per_device_train_batch_size=1).memory.breakdown
