@@ -129,7 +129,7 @@ ax.set(xlabel="power of ten", xlim=(-47, 66), ylim=(2.5, -1.1))
 _ = ax.set_title("Range of the formats", loc="left")
 
 # %% [markdown]
-# fp16 holds neither of them. 66246 becomes `inf`, and from an `inf` the next operations make `nan`; 2e-8 becomes 0, and a weight without a gradient does not learn. bf16 holds both, because it has the range of fp32. It pays with digits: a running sum of ones gets stuck at the number in the table's last column. fp16 has more digits and little range.
+# fp16 holds neither of them. 66246 becomes `inf`, and from an `inf` the next operations make `nan`; 2e-8 becomes 0, and a weight without a gradient does not learn. bf16 holds both, because it has the range of fp32. It pays with digits: a running sum of ones gets stuck at 256, in fp16 at 2048. fp16 has more digits and little range.
 #
 # The guides mention bf16 only for Ampere and TPUs. Newer CPUs have instructions for it, and other machines emulate it. The guide's one-line check for bf16 is gone: see note 1 at the end.
 #
@@ -537,7 +537,7 @@ exercises.question(
 #
 # - In 2022 they always did: `zero_grad` filled gradients with zeros; since torch 2.0 it frees them instead ([pytorch#92731](https://github.com/pytorch/pytorch/pull/92731)).
 # - Today they do so only under accumulation.
-# - Without accumulation, backward drops the copies one after the other, and the gradients, which are twice as large, take their place. A small batch then costs nothing, as a claim below shows.
+# - Without accumulation, backward frees the copies while it makes the gradients. At the end of backward, where a small batch has its peak, no copies are left. So the peak does not rise, as a claim below shows.
 #
 # ### Do activations halve?
 #
@@ -610,7 +610,7 @@ plots.Table(["activations against fp32", "default attention", "attn_implementati
 #
 # ### Is it fast, and does it still learn?
 #
-# A task that can be learnt is trained in fp32 and in mixed precision, three times each (three seeds). A *final loss* is the mean of the last 10 steps. In the picture each recipe is a band of three curves.
+# A task that can be learnt is trained in fp32 and in mixed precision, with three seeds each. A *final loss* is the mean of the last 10 steps. In the picture each recipe is a band of three curves.
 #
 # > **On a GPU** of compute capability 8.0 or newer, tf32 is trained too. **On a CPU**, one run with `fp16=True` is added.
 
@@ -681,7 +681,7 @@ exercises.question(
 #
 # ### Inference: the whole model in 16 bits
 #
-# Inference has no small updates to add, so the whole model may have 16 bits. The guide compares this with mixed precision, which keeps fp32 weights *and* 16-bit copies: 6 bytes per parameter. (Autocast makes no copies of embeddings, so the models below have small ones.)
+# Inference has no small updates to add, so the whole model may have 16 bits. The guide compares this with mixed precision, which keeps fp32 weights *and* 16-bit copies: 6 bytes per parameter. (Autocast makes no copies of embeddings, so the models below have small embeddings.)
 #
 # The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. The third of the next cells evaluates two models that are the same function in fp32: a trained model, and its twin. In the twin's feed-forward layers the first weights are multiplied by 2^18, and the second ones are divided by it, so that only the numbers between the two are larger.
 
@@ -767,7 +767,7 @@ plots.Table(header, [[name, *map(float, row)] for name, row in evals.items()])
 #
 # ### tf32
 #
-# tf32 needs only permission: `torch.set_float32_matmul_precision("high")`, or the Trainer's `tf32=True` (history and traps: note 2 at the end). Under fp16, tf32 can only speed up the matmuls that are left in fp32; they were counted above.
+# tf32 needs only permission: `torch.set_float32_matmul_precision("high")`, or the Trainer's `tf32=True` (note 2 at the end). Under fp16, tf32 can only speed up the matmuls that are left in fp32; they were counted above.
 #
 # > **On a GPU** of compute capability 8.0 or newer, the claims below measure tf32.
 #
