@@ -505,17 +505,20 @@ for cell, claim in {"speed": "zero-slows-if-fits", "memory": "zero-saves"}.items
 
 # %% [markdown]
 # The claims on the speed and the memory of "batch size" go in two directions: a larger batch is faster, a smaller one
-# takes less memory. And a yes means that some training gains, not that yours does: the intervals of the ladder show
-# the gains of this training.
+# takes less memory. And a yes means that some training gains, not that yours does.
 #
 # ## Explore
 #
 # The first picture shows two recipes above each other, moment by moment: which colours shrink, and which grow? The
 # second one lists the recipes of one task (menu *runs of*). Choose a memory limit (*fits on*, *or MB*), and copy the
 # arguments of a recipe that fits. A star marks a recipe that no other recipe beats in both memory and speed. Without
-# live widgets you see a table, with *yes* under *best of both*; without measured speeds there is neither.
-# (*+ larger batch* is listed once per size, including the one left out above. On a GPU the picture shows speeds of
-# single runs, too: no comparison, lesson 03.)
+# live widgets you see a table, with *yes* under *best of both* instead of a star. (*+ larger batch* is listed once per
+# size, including the one left out above.)
+#
+# - **On a CPU** the list has no speeds, hence no star: its runs counted memory only. The ladder's speeds are ratios from
+#   interleaved runs.
+# - **On a GPU** the list also has speeds of single runs. They have no interval, so they do not say which recipe is
+#   faster (lesson 03).
 
 # %% tags=["widget"]
 explorers.timeline(vanilla, runs["all + Adafactor"], *runs.values())
@@ -600,12 +603,12 @@ else:
 # | **Is it fast?** | measure samples/s in steady state, several times, interleaved; find where the time goes | half precision or tf32 if the hardware has it; fused attention; a larger micro-batch in the memory that is left; no checkpointing, if it fits without; DataLoader workers if the device waits; compile; then more devices |
 # | **Does it learn?** | compare the loss with the fp32 AdamW baseline, several seeds, same samples | bf16 instead of fp16; a learning rate of its own for each optimizer and each effective batch; full-precision weights; one technique fewer |
 #
-# The last two questions are the guide's two goals. For speed, the guide would fill the memory to its limit; lesson 05
-# measures what that gains (`accumulation-fill-first`). For learning, no lesson can say which batch is best, because
-# that depends on your data. So find the best batch first, and then make it fast.
+# For speed, the guide would fill the memory to its limit; lesson 05 measures what that gains
+# (`accumulation-fill-first`). For learning, no lesson can say which batch is best, because that depends on your data.
+# So find the best batch first, and then make it fast.
 #
 # Keep two habits. Look at the peak's colours before you choose a technique. Measure after each change, one change at a
-# time, as the ladder does.
+# time.
 #
 # ## Exercise
 #
