@@ -129,7 +129,7 @@ exercises.question(
 # - Training computes 6 FLOPs per parameter and token (forward and backward), in large matmuls. Arithmetic decides its speed.
 # - Answering one question reads all weights for each token, 2 bytes per parameter in 16 bits. Bandwidth decides its speed. A batch of answers shares that reading.
 #
-# A card's **break-even price** is the price per hour at which it costs as much per token as another card, here an A100. If one card is three times as fast as an A100, its break-even price is three times the A100's price. The last three columns of the table have it for three kinds of work, each in times the A100's price. (The code computes with a model of 1e9 parameters. Other sizes give the same ratios.)
+# A card's **break-even price** is the price per hour at which it costs as much per token as another card, here an A100. If one card is three times as fast as an A100, its break-even price is three times the A100's price. The last three columns of the table have it for three kinds of work, as a multiple of the A100's price. (The code computes with a model of 1e9 parameters. Other sizes give the same ratios.)
 
 
 # %%
@@ -152,7 +152,7 @@ for name, card in sheet.items():
     ratios = [card.tokens_per_second(1e9, batch) / a100.tokens_per_second(1e9, batch) for batch in (None, 1, 1024)]
     rows.append([name, card.tflops, card.gigabytes_per_second, *(f"{ratio:.2f} x" for ratio in ratios)])
 heads = ["card", "TFLOP/s", "GB/s", "training", "one answer", "1024 answers at once"]
-plots.Table(heads, rows, "Break-even price in times the price of an A100, by the ceilings")
+plots.Table(heads, rows, "Break-even price as a multiple of the price of an A100, by the ceilings")
 
 # %% [markdown]
 # If an H100 costs less than 3.17 times the price of an A100, it trains a token for less money. But for single answers it must cost less than 2.15 times as much.
@@ -179,7 +179,7 @@ ax.set_xscale("log", base=2)
 # - *slowdown*: the hardware slows the card down
 # - *shutdown*: the card switches off.
 #
-# Older cards report these thresholds as temperatures, but not always all three. Newer cards report a *margin*: how many degrees are left until the card slows down. They give each threshold as the margin at which it is reached.
+# Older cards report these thresholds as temperatures, but not always all three. Newer cards report a *margin*: how many degrees are left until the card slows down. They report each threshold as a value of that margin. (A smaller margin means a hotter card.)
 
 
 # %%
@@ -421,7 +421,7 @@ for id in ("tpu-tensorflow", "xla-tensorflow", "specialized-hardware"):
 # %% [markdown]
 # ## Explore
 #
-# `price` is the price of an H100, in times the price of an A100. `used` is the utilization on the H100, in percent of that on the A100. For example, at 75 a code that uses 40 % of the A100's ceiling uses 30 % of the H100's. (A faster card is harder to keep busy.) Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
+# `price` is the price of an H100 as a multiple of the price of an A100. `used` is the utilization on the H100, in percent of that on the A100. For example, at 75 a code that uses 40 % of the A100's ceiling uses 30 % of the H100's. (A faster card is harder to keep busy.) Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
 
 
 # %% tags=["widget"]
@@ -587,11 +587,11 @@ exercises.prove(
 # - *Expecting the 1,979 TFLOP/s of the H100's data sheet.* That rate needs sparsity: half of the weights are zero. Yours are not.
 # - *Using one cable with two plugs (a pigtail) for a card with two power sockets.* Both sockets then share the power of one cable. Use one cable per socket.
 # - *Renting the cheapest card per hour.* In the exercise the cheapest one was too small, and the second cheapest cost more in total.
-# - *Compiling because pip installed CUDA.* pip installed what runs, not what builds.
+# - *Trying to build a CUDA extension because pip installed CUDA.* pip installed what an extension needs to run, not all that is needed to build it.
 #
 # ## Recap
 #
-# - A million tokens cost the price per hour divided by the tokens per hour, in millions. By its ceilings an H100 is worth 3.17 times the price of an A100 for training, and 2.15 times for single answers.
+# - The price of a million tokens is the price per hour, divided by the millions of tokens per hour. By its ceilings an H100 is worth 3.17 times the price of an A100 for training, and 2.15 times for single answers.
 # - The driver reports temperatures or margins, and the reasons for its clocks, on a GPU only. pip's torch could run, and found 0 compilers to build with.
 # - With fixed shapes, each of 64 lengths cost a compilation; after padding to 32 there were 2 graphs. `torch.compile` with its defaults also needed 2.
 
