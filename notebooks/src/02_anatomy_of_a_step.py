@@ -172,7 +172,7 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 
 
 # %% [markdown]
-# The model gives the *least* time. The last column shows how many times as long each operation really took:
+# The model gives the *least* time. The last column divides the measured time by it:
 #
 # - **Near 1**: one ceiling explains the time.
 # - **Well above 1**: a third limit sets it. One core computes an `erf`, or sums up rows, at another rate than that of matmuls, and we measured only the matmuls' rate.
@@ -401,7 +401,7 @@ claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / p
 # %% [markdown]
 # Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte. One number in `PER_ELEMENT` is a convention: how many FLOPs an `exp` counts. The claim's note shows the order with ten per `exp`. (The claim leaves out copies and embeddings, which are in our element-wise group but only move bytes.)
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte: each group is divided by the next, and the smaller ratio counts. How many FLOPs an `exp` counts is a convention; the claim's note also shows the order with ten. (The claim leaves out copies and embeddings, which are in our element-wise group but only move bytes.)
 #
 # ## Change one thing: no dropout
 #
@@ -429,13 +429,13 @@ header = ["backward / forward", "FLOPs of matmuls", "bytes", "time", "forward (m
 plots.Table(header, table)
 
 # %% [markdown]
-# Each column has its own ratio:
+# The ratios differ:
 #
 # - **FLOPs of matmuls**: 2, with or without dropout. For each matmul of forward, backward has two: one for the gradient of the left operand, one for that of the right.
-# - **Bytes**: a different ratio. An activation function, for example, moves three tensors in backward and two in forward (see below).
+# - **Bytes**: an activation function, for example, moves three tensors in backward and two in forward.
 # - **Time**: it depends on the limit of each operation.
 #
-# Dropout draws its masks in forward; backward only multiplies by them. The line printed above the table shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take half as long as the matmuls.
+# Dropout draws its masks in forward; backward only multiplies by them. The line printed above the table shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take half as long as the forward's matmuls.
 #
 # ## What held
 #
@@ -539,7 +539,7 @@ claims.check(
 # %% [markdown]
 # ### Activation functions and convolutions
 #
-# Two more statements can be checked by counting. *An activation function reads once and writes once in forward; in backward it reads twice, the gradient and the output of the forward, and writes once.* And *convolutions have twice the FLOPs in backward too*. The table's last column shows which tensor autograd really kept, found by its address.
+# Counting checks two more statements. *An activation function reads once and writes once in forward; in backward it reads twice, the gradient and the output of the forward, and writes once.* And *convolutions have twice the FLOPs in backward too*. The table's last column shows which tensor autograd really kept, found by its address.
 
 
 # %%
@@ -642,7 +642,7 @@ print(
 # %% [markdown]
 # The last line shows the rule beside our count. The rule counts embeddings, which are never multiplied: in a small model it is too high. It leaves out attention, whose matmuls have no weights and grow with the length.
 #
-# Can you trust torch's FLOP counter instead? The next cell prints two pairs of lines; both lines of a pair do the same work.
+# Can you trust torch's FLOP counter instead? The next cell prints two pairs of lines, each pair for the same work.
 
 
 # %%
@@ -663,7 +663,7 @@ print("attention by its matmuls:", seen(lambda: (heads @ heads.mT).softmax(-1) @
 print("the same, fused, on a CPU:", seen(lambda: torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)))
 
 # %% [markdown]
-# If the two lines of a pair differ, the counter has a blind spot. It knows matmuls by name, and an operation that it does not know counts 0, without a warning. So it may miss the matmuls of *experts* (parallel layers, of which each token uses a few; lesson 18) if they are done as one grouped matmul. Before torch 2.15 it also missed a CPU's fused attention. For these reasons `roofline.model_flops` refuses models with experts, and switches to plain attention.
+# If the two lines of a pair differ, the counter has missed matmuls. It knows them by name: an operation that it does not know counts 0, without a warning. So it may miss the matmuls of *experts* (parallel layers, of which each token uses a few; lesson 18) if they are done as one grouped matmul. Before torch 2.15 it also missed a CPU's fused attention. For these reasons `roofline.model_flops` refuses models with experts, and switches to plain attention.
 #
 # The next question is about *gradient checkpointing* (lesson 06): it keeps fewer activations, and computes the missing ones a second time in backward.
 
@@ -752,7 +752,7 @@ _ = axes[1].set_xlabel("microseconds")
 # - **Wide bars of matmuls**: the step is *compute-bound* (by arithmetic). A faster precision helps it (lesson 07).
 # - **Wide bars of other operations**: the step is *memory-bound* (by bandwidth). Fewer bytes help it, unless the bars draw dropout's masks (on a CPU).
 #
-# A bar also contains the call itself. If two bars of the same kind are equally long, although one kernel processes many more numbers, most of each bar is the call.
+# A bar also contains the overhead of its call. The kernels in the lower picture process many more numbers. If one takes the same time in both pictures, most of its bar is overhead.
 #
 # ## "My GPU is at 100 %"
 #
@@ -960,11 +960,11 @@ exercises.prove(check, solution=1e3 * whole, mistake=1e3 * reference)  # as many
 # The times are those of an AMD EPYC with 2 cores (2026-11-29); yours are in the cells above.
 #
 # - **Two ceilings give the least time of an operation**, from its FLOPs and its bytes. A third limit can add to it: GELU took 2.1 times as long as a copy of as many bytes.
-# - **Matmuls do nearly all the arithmetic of a step**, more than 95 % of its FLOPs. The other operations move bytes, and the picture shows how much time that takes.
+# - **Matmuls do nearly all the arithmetic of a step**, more than 95 % of its FLOPs. The picture shows how much time the others take.
 # - **Backward has exactly 2 times the matmul FLOPs of forward.** In time the factor was 1.93 without dropout, and 1.26 with it.
 # - **100 % utilization means that something ran.** A loop that only counts reaches it.
 #
-# Before you optimize, place your step on the roof. Bound by arithmetic: use a faster precision (lesson 07). Bound by bandwidth: move fewer bytes, by fusing (lesson 11) or by 16 bits. Bound by neither: use larger batches (lesson 04).
+# Before you optimize, place your step on the roof. Bound by arithmetic: use a faster precision (lesson 07). Bound by bandwidth: move fewer bytes, by fusing (lesson 11) or by 16 bits. Bound by neither: use larger batches (lesson 04). (In the records below, *held to AVX512_CORE* means: limited to these older CPU instructions.)
 
 # %% tags=["finish"]
 claims.finish()
