@@ -12,7 +12,7 @@
 #
 # **Before you start:** lessons 01 (activations, peak) and 03 (intervals).
 #
-# **On a CPU:** memory and gradients are as real as on a GPU, and `torch.compile` works if there is a C++ compiler. A CPU has one fused kernel, and no CUDA graphs. The speeds say nothing about a GPU.
+# **On a CPU:** memory and gradients are as real as on a GPU, and `torch.compile` works if there is a C++ compiler. There are no CUDA graphs. The speeds say nothing about a GPU.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -51,7 +51,7 @@ half = "bfloat16" if on_cpu or hardware.supports("sm80")[0] else "float16"
 #
 # Attention computes three vectors for each token: a *query*, a *key* and a *value*. The query of one token times the key of another is their *score*. Plain attention writes all scores to memory: a square matrix of *length x length* numbers for each head. It reads them for the softmax, writes the resulting *attention weights*, and reads these to multiply the values. The square is large and needs little arithmetic, so most of the time goes into the trips to memory.
 #
-# The square itself is not needed. A query's output is a weighted mean of the values, and a mean can be computed in parts. A **fused** kernel works on a few keys at a time. Their scores are one *tile* of the square, and a tile never leaves the fast memory next to the processor.
+# The square itself is not needed. A query's output is a weighted mean of the values, and a mean can be computed in parts. A *kernel* is a compiled function that runs on the device; calling it is a *launch*. A **fused** kernel does scores, softmax and mean together, a few keys at a time. Their scores are one *tile* of the square, and a tile never leaves the fast memory next to the processor.
 #
 # `torch.compile` applies the same idea to a whole model: it looks for operations that pass large results to one another, and merges them into one kernel.
 #
@@ -191,7 +191,7 @@ plots.Table(["attention", "memory grows as length to the power of"], [[n, f"{g:.
 # %% [markdown]
 # Each exponent is taken between the shortest and the longest sequence. An exponent near 2 means that the square is in memory; near 1, it is not.
 #
-# Look at the two rows of *tiles*. Without gradients the exponent is near 1: the forward pass holds no square. With gradients it is near 2: for the backward pass autograd keeps each tile, and all tiles together are the square. FlashAttention (Dao and others 2022), on which the *flash* kernels are based, fixes that. It keeps only the output and one number per query, the logarithm of its sum of exponentials. With this number the backward pass computes each tile *again*.
+# For *tiles* without gradients the exponent is near 1: the forward pass holds no square. With gradients it is near 2: for the backward pass autograd keeps each tile, and all tiles together are the square. FlashAttention (Dao and others 2022), on which the *flash* kernels are based, fixes that. It keeps only the output and one number per query, the logarithm of its sum of exponentials. With this number the backward pass computes each tile *again*.
 #
 # ## Which kernel takes which case
 #
@@ -202,7 +202,7 @@ plots.Table(["attention", "memory grows as length to the power of"], [[n, f"{g:.
 # - *dropout* sets some of the attention weights to 0;
 # - with *grouped queries*, several heads share their keys and values.
 #
-# If torch chooses `math`, the square is back. Answer the question below before you look at the table.
+# If torch chooses `math`, the square is back.
 
 
 # %%
@@ -269,7 +269,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# The next cell shows two tables. The first has one row per case and type, and its third column is torch's choice.
+# The next cell shows two tables. The first has one row per case and type; *torch takes* is torch's choice.
 #
 # A CPU has one fused kernel, in the column *flash*. It differs from the GPU's flash kernel: it takes masks and fp32, but no dropout. A BERT with its usual dropout of 0.1 is therefore trained there with plain attention.
 #
@@ -301,7 +301,7 @@ plots.Table(["MiB beyond the inputs, with torch", *releases], rows)
 # %% [markdown]
 # ## Sequences of unequal lengths: pack them
 #
-# transformers passes a mask to SDPA as soon as *one* sequence of a batch is padded. Sorting sequences by length (lesson 12) makes masks smaller but does not remove them.
+# transformers passes a mask to SDPA as soon as *one* sequence of a batch is padded. Sorting by length (lesson 12) only makes masks smaller.
 #
 # **Packing** removes them: all sequences are joined into a single row, and no token may attend to another sequence. Two kinds of kernel handle such a row:
 #
@@ -651,7 +651,7 @@ if not missing:
 # %% [markdown]
 # ## The guide's list
 #
-# The 2023 guide switches fused attention on with `model.to_bettertransformer()`, and names ten backends of the compiler. Which of them exist on your machine? torch lists its own backends, even if a package that they need is not installed (`tvm` in the last printed line), and those of installed packages.
+# The 2023 guide switches fused attention on with `model.to_bettertransformer()`, and names ten backends of the compiler. Which of them exist on your machine? torch's list contains the backends of torch itself, even if one needs a package that is not installed (`tvm` in the last printed line). It also contains backends that installed packages add.
 
 # %%
 GUIDE = {
