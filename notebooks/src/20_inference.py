@@ -415,7 +415,7 @@ print(
 plots.Table(["what", "peak", "bytes passed to compute_metrics"], rows)
 
 # %% [markdown]
-# The Trainer joins the logits of each batch to those that it has kept. For a moment the old and the new tensor both exist, so the peak has the logits about twice. Their memory grows with the number of samples: with few samples, evaluation does take less than training. `eval_accumulation_steps` only moves the logits to the host earlier, and keeps all of them there. The remedy is the argmax.
+# The Trainer joins the logits of each batch to those that it has kept. For a moment the old and the new tensor both exist, so the peak has the logits about twice. Their memory grows with the number of samples: with few samples, evaluation does take less than training. On a GPU the logits stay there until the evaluation ends. With `eval_accumulation_steps` they move earlier, every few batches, to the computer's own memory (the *host*), which still has to hold all of them. The remedy is the argmax.
 #
 # ## Padding has a side
 #
