@@ -9,7 +9,7 @@
 # - how many times the weights' bytes a vanilla training takes
 # - how much the time of one and the same code varies, and what follows from that for "it is faster"
 #
-# **Time:** plan 40 minutes with the code and the exercises: a quarter of an hour of reading, one to five minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** some lines of the guides need a GPU; the table says which.
+# **Time:** plan 40 minutes with the code and the exercises: a quarter of an hour of reading, one to five minutes of computing on two CPU cores. **Before this:** lesson 00. **Not on a CPU:** two of the guides' lines, those with `bf16=True` and `tf32=True`, need a GPU.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -98,7 +98,7 @@ torch.testing.assert_close(from_trainer, list(from_lab.losses), rtol=0, atol=1e-
 # What does the Trainer do by default? Five things are easily forgotten, and each can change the losses:
 #
 # - **two random generators**, both with the Trainer's seed (here 0). One draws the order of the data. Dropout uses the other one, torch's global generator, which the Trainer seeds again once the model is built.
-# - **clipping.** A gradient with a norm above 1 is scaled down to 1.
+# - **clipping.** The Trainer computes one norm of all gradients together. If it is above 1, all gradients are multiplied by the same factor, so that the norm becomes 1.
 # - **AdamW, fused**, at a learning rate of 5e-5. The weight decay is 0 by default.
 # - **a schedule.** The learning rate falls along a line, to 0 after the last step.
 # - **the calls of a step**, in this order: backward, clip, step, schedule, zero.
@@ -286,7 +286,7 @@ caption = f"{len(rows)} lines, today: " + ", ".join(f"{verdict} {number}" for ve
 plots.Table(["guide", "its line", "today", "instead", "outcome of it"], rows, caption)
 
 # %% [markdown]
-# A line that raises tells you that it no longer works, and a line that warns gives you time. If a line runs and still has a replacement, that is a simpler, public or newer form. Look for the rows with *differs*: they run, and do something else than the guide says. Examples are labels of a single class, or a model in 16 bits that was meant as fp32. (Whether a row about GPUs can run depends on this machine. The scripts that the guides start, `run_glue.py` and others, are in transformers' repository and not run here.)
+# A line that raises tells you that it no longer works, and a line that warns gives you time. If a line runs and still has a replacement, that is a simpler, public or newer form. Look for the rows with *differs*: they run, and do something else than the guide says. Examples are labels of a single class, or a model in 16 bits that was meant as fp32. (On a CPU the lines with `bf16=True` and `tf32=True` raise an error only because no GPU is there. The scripts that the guides start, `run_glue.py` and others, are in transformers' repository and not run here.)
 #
 # ## Baseline
 #
@@ -340,7 +340,7 @@ print(f"timed once each, the code may seem {apart[0]:.0%} faster than itself; by
 # Two things to see:
 #
 # - **Warm-up.** The first step has extra work: threads start, the system hands out memory for the first time, libraries choose their kernels, optimizer states are made. The lab does not time the first steps. Their number is `lab.profile.warmup_steps`. (The Trainer's argument of the same name is about the learning rate.) A run with `max_steps=1` measures a start, not a training.
-# - **The rest varies too**, from step to step and from process to process: another program had the core, the clock was lowered, memory was in another place. None of it comes from the recipe. CPU time, the seconds that the process really computed, leaves out the wait for a core, but even by CPU time two processes differ.
+# - **The rest varies too**, from step to step and from process to process: another program used the core, the CPU ran at a lower frequency, or the tensors were at other addresses in memory. None of it comes from the recipe. CPU time, the seconds that the process really computed, leaves out the wait for a core, but even by CPU time two processes differ.
 
 # %%
 exercises.question(
@@ -363,9 +363,9 @@ exercises.question(
 #
 # Before measuring an effect, measure no effect. On a CPU `lab.compare` deals with these variations in three ways:
 #
-# - **Turns inside one process**, on one thread. A *turn* is one step of a recipe; the two recipes take turns. So a slow minute slows both, and both share whatever makes this process faster or slower than others. The time of one turn of the first recipe, divided by the time of the second recipe's next turn, is a *pair*; above 1 the second recipe is faster. All pairs of one process share what is special about it, so the lab measures in several processes.
+# - **Turns inside one process**, on one thread. A *turn* is one step of a recipe. In each *round* the first recipe, the baseline, has two turns, and the second recipe has one. So a slow minute slows both, and both share whatever makes this process faster or slower than others. Each round gives a *pair*: the mean time of the baseline's two turns, divided by the time of the second recipe's turn. Above 1 the second recipe is faster. All pairs of one process share what is special about it, so the lab measures in several processes.
 # - **CPU time** decides. The ratio by the clock on the wall is shown beside it.
-# - **Against itself.** In the same turns the baseline runs a second time. Its difference from itself is this measurement's **noise floor**. The lab never assumes a floor below a factor of 1.05.
+# - **Against itself.** The baseline's two turns in a round run the same code. Without noise their times would be equal, a factor of 1. The median factor between them is this measurement's **noise floor**; the lab takes 1.05 if it is smaller.
 #
 # > **On a GPU:** no other program uses the GPU, so each recipe has a process of its own, the clock decides, and the floor is 1.02.
 #
@@ -410,7 +410,12 @@ exercises.question(
 # 3. Take the median of all pairs drawn.
 # 4. Repeat this 2000 times, and keep the middle 95 % of the medians.
 #
-# Then the lab widens this interval, if necessary: it must reach at least from the median divided by the noise floor to the median times the floor.
+# This interval may be narrower than the noise. So the lab widens it, if necessary, with the median and the noise floor:
+#
+# - Its lower end must be no higher than median / floor.
+# - Its upper end must be no lower than median x floor.
+#
+# For example, a median of 1.00 and a floor of 1.05 give an interval that reaches at least from 0.95 to 1.05.
 
 
 # %%
