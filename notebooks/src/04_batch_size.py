@@ -105,7 +105,7 @@ print(f"rows/s grow by {rates['measured'][-1] / rates['measured'][0]:.0f} x from
 print(f"half of the highest rate is reached at {enough} rows; the knee was predicted at {knee}")
 
 # %% [markdown]
-# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If row counts near the knee are slower than predicted, the kernel for small matmuls does not reach the ceiling of arithmetic. (The predicted curve reaches half of its highest rate at about half of the knee's rows. The last printed line says how many rows the measured curve needs.)
+# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If row counts near the knee are slower than predicted, the kernel for small matmuls does not reach the ceiling of arithmetic. (The predicted curve reaches half of its highest rate at about half of the knee's rows.)
 #
 # ## The second knee: has every core something to do?
 #
@@ -168,7 +168,7 @@ for card, count in {"H100": 132, "A100": 108, "T4": 40, "one core": 1}.items():
 #
 # ## Baseline: the largest batch that fits
 #
-# A whole step also has small operations and an update. We begin with the memory. From some batch size on, each further sample adds the same number of bytes to the peak. So two measured sizes give a straight line. The line gives the largest batch that fits, and two more runs check it.
+# Now we train whole steps. First we look for the batch sizes that fit into memory. From some batch size on, each further sample adds the same number of bytes to the peak. So two measured sizes give a straight line. The line gives the largest batch that fits, and two more runs check it.
 
 # %%
 sizes = (16, 32) if on_cpu else (8, 16)
@@ -288,11 +288,11 @@ print(f"batch {fitting} is {speeds[-1] / speeds[0]:.2f} x as fast as batch 1; ",
 print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 
 # %% [markdown]
-# In the left picture two effects add up. The distance between the lines is the **update**: in a larger batch, more samples share it. The line *without the update* rises for two reasons: larger passes fill the device better, and each call of an operation serves more samples. In the right picture each sample adds the same number of bytes; the line looks bent because the axis of the batch size is logarithmic. A small batch can peak above the line: at the end of backward or in the update, where all gradients are in memory and the batch hardly matters.
+# In the left picture, the distance between the lines is the **update**: in a larger batch, more samples share it. The line *without the update* rises too, for two other reasons: larger passes fill the device better, and each call of an operation serves more samples. In the right picture each sample adds the same number of bytes; the line looks bent because the axis of the batch size is logarithmic. A small batch can peak above the line: at the end of backward or in the update, where all gradients are in memory and the batch hardly matters.
 #
 # ## Multiples of 8, of 64, or of another number
 #
-# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles, too: vectors of 16 columns (AVX512), 8 (AVX2) or 4. The next cell predicts at which numbers of columns (*edges*) the time will jump. The cell after it measures there.
+# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles, too, as wide as its vectors. A vector has 16, 8 or 4 columns, depending on the CPU's instruction set. The next cell prints the width of yours, and predicts at which numbers of columns (*edges*) the time will jump. The cell after it measures there.
 
 
 # %%
@@ -345,7 +345,7 @@ for wave in (1, 2, 3, 4):
 #
 # **Alignment** is another effect. A GPU's tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. The claims below compare 3904 (61 x 64, a multiple of 64), 3912 (of 8) and 3913 (odd), on a GPU. From 3904 to 3913 there is no multiple of 128, a usual width of tiles. So these sizes need the same number of tiles, and only the alignment differs.
 #
-# The next cell changes one dimension of a matmul at a time: its rows M (samples x tokens), its columns N (features out), or its depth K (features in). Each entry of the table is the FLOP/s at a size, divided by the FLOP/s at size n: below 1 is slower. On a GPU n is 3904, so the table shows alignment. On a CPU n is the length of four vectors, so row N shows an edge: *n + 1* begins a new tile. If *n - 1* is slow too, an incomplete tile is slow here. The lines above the table are about the output layer of a language model, with 30522 words or padded to 30528.
+# The next cell changes one dimension of a matmul at a time: its rows M (samples x tokens), its columns N (features out), or its depth K (features in). The dimension gets four sizes, the table's columns: *n - 1*, *n*, *n + 1* and *n + 8*. Each entry is the FLOP/s at that size, divided by the FLOP/s at size *n*: below 1 is slower. On a GPU *n* is 3904, so the table shows alignment. On a CPU *n* is four full vectors, so the line *N, columns* shows an edge: *n + 1* begins a new tile. If *n - 1* is slow too, an incomplete tile is slow here. The lines above the table are about the output layer of a language model, with 30522 words or padded to 30528.
 
 # %%
 base, rest = (4 * vector, 256) if on_cpu else (61 * 64, 4096)
@@ -532,14 +532,14 @@ exercises.prove(check, solution={"A", "D"}, mistake={"D"})  # the mistake: the f
 # The numbers are those of an AMD EPYC with 2 cores (2026-11-29); yours are in the cells above.
 #
 # - **A larger batch is faster until the later of two knees.** Two ceilings give the knee of intensity, and counting tiles gives the knee of occupancy. In a whole step more samples also share the update and each call: batch 51 was 3.3 times as fast as batch 1.
-# - **The largest batch that fits can be found without a crash**, and its last three quarters bring little: a quarter of it had 0.90 times its speed.
+# - **The largest batch that fits can be found without a crash**, and it brings little: a batch of a quarter of its size had 0.90 times the speed.
 # - **Time jumps at the edges of tiles**, if your picture and your table show it. Padding is nearly free: 30528 words instead of 30522 took 25 kB.
 #
 # This is a good place to stop.
 #
 # ## Part 2: learning
 #
-# The gradient of a batch is the *true gradient*, the mean over all possible samples, plus an error that shrinks in larger batches. On average the squared length of a batch's gradient is **signal + noise / batch**. Here *signal* is the squared length of the true gradient, and *noise* is the variance of one sample's gradient. Measuring two batch sizes gives two equations for these two unknowns. Their ratio, noise / signal, is the *simple noise scale* of [McCandlish et al.](https://arxiv.org/abs/1812.06162): the batch size at which noise is half of the squared length. Far below the noise scale, one step with twice the batch is worth nearly two steps. Far above it, twice the batch brings nearly nothing.
+# The gradient of a batch is the *true gradient*, the mean over all possible samples, plus an error that shrinks in larger batches. On average the squared length of a batch's gradient is **signal + noise / batch**. Here *signal* is the squared length of the true gradient, and *noise* is the variance of one sample's gradient. Measuring two batch sizes gives two equations for these two unknowns. Their ratio, noise / signal, is the *simple noise scale* of [McCandlish et al.](https://arxiv.org/abs/1812.06162): the batch size at which *noise / batch* equals the signal. Far below the noise scale, one step with twice the batch is worth nearly two steps. Far above it, twice the batch brings nearly nothing.
 
 
 # %%
@@ -808,7 +808,7 @@ exercises.prove(
 # ## Recap
 #
 # - **Speed:** a larger batch was faster until the later of two knees. In a whole step, more samples also share the update and each call: updates were a share of 0.32 of the seconds that the largest batch saved (on the machine named in part 1).
-# - **Memory:** the largest batch that fits was found by a search that crashes, and by a line that does not. Your outputs show what it brought, and whether the time jumped at the edges of tiles.
+# - **Memory:** the largest batch that fits was found by a search that crashes, and by a line that does not.
 # - **Learning:** after 16 steps the loss with batch 128 was 0.09 times that with batch 8; after the same 512 samples it was 11.8 times. By seconds the winner depends on your machine, and a large batch needs a scaled learning rate.
 
 # %% tags=["finish"]
