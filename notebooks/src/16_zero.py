@@ -327,7 +327,7 @@ plots.Table(["after forward", "weights", "gradients", "states", "activations", "
 #
 # ### What each stage sends
 #
-# Usually ranks send in a *ring*: each sends to the next one. A reduce-scatter or an all-gather sends (N-1)/N of a tensor. An all-reduce does both, so it sends twice as much. The table's unit, "times the weights", is one all-gather of all weights: 4 P(N-1)/N bytes. The *volume* is calculated from the messages; the last column comes from the network device's byte counter. Before the table, the cell prints the messages of one module in stage 3: the embeddings.
+# Usually ranks send in a *ring*: each sends to the next one. A reduce-scatter or an all-gather sends (N-1)/N of a tensor. An all-reduce does both, so it sends twice as much. The table's unit, "times the weights", is one all-gather of all weights: 4 P(N-1)/N bytes. The *volume* is calculated from the messages; the last column comes from the network device's byte counter. Before the table, the cell prints the messages of the embeddings in stage 3.
 
 # %%
 UNITS = {"allreduce": 2, "reduce_scatter_base": 1, "allgather_base": 1}  # by torch's names
@@ -468,7 +468,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# We compared the estimate with rehearsals: dry runs of torch's CUDA build, without a GPU. They trained small GPT-2s and Llamas for two and four A100. Estimate and rehearsal agreed to the byte, or differed by 512 bytes: one number, the accumulated loss.
+# We compared the estimate with *rehearsals*: dry runs of torch's CUDA build on a stub CUDA runtime, which allocates memory as a GPU would and computes nothing. The trainings were small GPT-2s and Llamas on two and four A100. Estimate and rehearsal agreed to the byte, or differed by 512 bytes: one number, the accumulated loss.
 #
 # With accelerate 1.15 some trainings stop with an error if `fsdp` is on:
 #
@@ -478,7 +478,7 @@ plots.Table(
 #
 # ### The library: DeepSpeed
 #
-# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, an optional package of this course. The function below also shows the guides' deployment in a notebook: with one process there is no launcher, so it sets the launcher's environment variables itself. Beware of one default: DeepSpeed 0.19 clips gradients at 1.0.
+# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, an optional package of this course. The function below also shows the guides' deployment in a notebook: with one process there is no launcher, so it sets the launcher's environment variables itself. Beware of one default: DeepSpeed 0.19 clips gradients at 1.0, whatever the Trainer's `max_grad_norm` is. With `"gradient_clipping": "auto"` in its configuration it takes the Trainer's value.
 
 
 # %%
@@ -529,11 +529,11 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 # %% [markdown]
 # If DeepSpeed is installed, compare its table with that of our own stages:
 #
-# - In stages 1 and 2, DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter.
+# - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter. In stage 3 on two ranks, this copy is only in *total*.
 # - In stage 3, small weights stay whole.
 # - *gradients* has the whole gradient of the word embedding, which does not fit into a bucket. (In the estimate of stage 2 it is there twice.)
-# - A bucket, a buffer, has 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* shows buffers, in stage 3 also the one for the gradients' shards.
-# - The row *on the host* saves nothing here: a CPU rank's memory is the host's.
+# - A bucket, a buffer, has 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* has buffers. In stage 3 the gradient shard is one.
+# - The row *on the host* saves nothing here: a CPU rank's memory is the host's. Its *gradients* has the host's copy of the gradient shard, 4/N bytes.
 #
 # ### What held: bytes
 #
@@ -551,11 +551,11 @@ display(claims.check("zero-saves", min(saved_parts.values()), note=note))
 claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes, note="two ranks, by hand")
 
 # %% [markdown]
-# **Part 1 ends here**, a good place for a break. If you come back in a new kernel, run the cells above again.
+# **Part 1 ends here.** If you come back in a new kernel, run the cells above again.
 #
 # ## Part 2: when shards alone do not help
 #
-# The model still does not fit, or the link between the hosts is slow. What else can you move, and when does it pay?
+# The model still does not fit, or the link between the hosts is slow.
 #
 # ### Slow links between hosts: HSDP
 #
@@ -635,9 +635,9 @@ _ = widgets.explore(binding, link_GB_s=[50, 16, 32, 450], busy_TFLOPs=[400, 60, 
 #
 # ### States in a file
 #
-# DeepSpeed offloads to files with `{"device": "nvme", "nvme_path": ...}`. This needs an extension that is compiled against libaio (`make build/deepspeed DS_BUILD_AIO=1`, some minutes). If you have built it, it has a row in DeepSpeed's table above.
+# DeepSpeed offloads to files with `{"device": "nvme", "nvme_path": ...}`. This needs an extension that is compiled against libaio (`make build/deepspeed DS_BUILD_AIO=1`, some minutes). With it, DeepSpeed's table above has a row for files.
 #
-# Without DeepSpeed, `numpy.memmap` makes an array whose bytes are those of a file. Are these bytes still in memory? The cell counts memory that the system cannot take back (in `/proc/self/status`: `RssAnon`, and `RssShmem` for files in `/dev/shm`).
+# Without DeepSpeed, `numpy.memmap` makes an array whose bytes are those of a file. The cell counts memory that the system cannot drop when it needs room (in `/proc/self/status`: `RssAnon`, and `RssShmem` for files in `/dev/shm`).
 
 
 # %%
@@ -676,7 +676,7 @@ if Path("/proc/self/status").exists():
     torch.testing.assert_close(ways[True].value["loss"], ways[False].value["loss"], rtol=1e-4, atol=1e-5)
     saved = (ways[False].value["kept"] - ways[True].value["kept"]) / (8 * parameters)
     pages = [plots.bytes_text(size) for size in ways[True].value["pages"]]
-    print(f"memory that the system cannot take back: lower by {saved:.2f} times the bytes of the states")
+    print(f"memory that the system cannot drop: lower by {saved:.2f} times the bytes of the states")
     print(f"pages of files in memory: {pages[0]}; after the system has dropped the states' pages: {pages[1]}")
 
 # %% [markdown]
@@ -836,11 +836,11 @@ exercises.prove(check_choice, solution=least, mistake=lambda ranks, link, pcie: 
 # ## Recap
 #
 # - **Memory:** sharding states, gradients and weights left the losses of one process unchanged. By the formula, two ranks store 12, 10 and 8 bytes per parameter in stages 1, 2 and 3, instead of 16.
-# - **Traffic:** stages 1 and 2 send 2 times the weights, as DDP does; stage 3 sends 3 times the weights. gloo sends more than the formula.
+# - **Traffic:** stages 1 and 2 send 2 times the weights, as DDP does; stage 3 sends 3 times the weights.
 # - **Activations:** no stage makes them smaller, because each rank computes all layers for its own samples (16 of the 32 here).
-# - **Libraries:** FSDP2 stores what our stage 3 stores. In stages 1 and 2 DeepSpeed adds an fp32 copy of the shard, 4/N bytes per parameter.
-# - **Offload:** if states are in a file, the system can take their 8 bytes per parameter of memory back.
-# - **When not to use it:** a step with too few tokens waits for its link: with 400 TFLOP/s over 50 GB/s, stage 3 needs 8,000 tokens per card. For a model that fits anyway, see the claim about time above.
+# - **Libraries:** FSDP2 stores what our stage 3 stores. DeepSpeed adds an fp32 copy of the shard, 4/N bytes per parameter.
+# - **Offload:** if states are in a file, the system can drop their 8 bytes per parameter from memory.
+# - **When not to use it:** a step with too few tokens waits for its link: with 400 TFLOP/s over 50 GB/s, stage 3 needs 8,000 tokens per card.
 
 # %% tags=["finish"]
 claims.finish()
