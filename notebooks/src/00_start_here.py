@@ -133,7 +133,7 @@ plots.Table(["who looks", "process id", "resident memory, MB", "sees the hoard"]
 # %% [markdown]
 # Three process ids, and one process that sees the hoard: the one that made it. `lab.run` sent a function written in this notebook to a fresh process, called it there, and returned its result as the run's `value`. `measure` says what to measure meanwhile: memory, time, or only this value. *Resident memory* is what the system has given to a process. An experiment starts with torch and transformers loaded, hence not at 0.
 #
-# Was a restart ever *needed*? A tensor lives as long as something refers to it. The next cells test the guide's case: a process trains a model, deletes the Trainer, and goes on with other work. They count the bytes of all live tensors twice: while the Trainer exists, and after it is deleted. The claim holds if more than 1 % of these bytes are left. The second cell prints the first verdict; *What held*, further down, explains such a box line by line.
+# Was a restart ever *needed*? A tensor lives as long as something refers to it. The next cells test the guide's case: a process trains a model, deletes the Trainer, and goes on with other work. They count the bytes of all live tensors twice: while the Trainer exists, and after it is deleted. The guide's claim, that a restart is needed, holds if more than 1 % of these bytes are left. The second cell prints the first verdict; *What held*, further down, explains such a box line by line.
 
 
 # %%
@@ -287,7 +287,7 @@ claims.check("weights-cost", cost["fp32"], note=f"from a checkpoint in bf16: {co
 # %% [markdown]
 # (The lab may have a few bytes more than our count: tables of position numbers, which are no parameters; on a GPU also the rounding of each tensor to 512 bytes.) The note under the claim is news since the guides: transformers 5 keeps the dtype of the checkpoint; older versions turned every checkpoint into fp32. So a model published in 16 bits is trained in 16 bits, unless you say `dtype=torch.float32`.
 #
-# The box with the ✓ or ✗ above is a **verdict**. Its line *measured* has the number from this machine, and *quantity* says how the number is computed (`/` is a division). *holds if* is the rule, *guide* is what the guide measured elsewhere, and *why* gives the reason if a claim does not hold. There are five verdicts. (Both claims of this lesson measure a single number without an interval; it counts as an interval whose two ends are equal.)
+# The box with the ✓ or ✗ above is a **verdict**. Its line *measured* has the number from this machine, and *quantity* says how the number is computed (`/` is a division). *holds if* is the rule, *guide* is what the guide measured elsewhere, and *why* gives the reason if a claim does not hold. The text after *since* names the version that changed this, or the cases in which the reason is known to apply. There are five verdicts. (Both claims of this lesson measure a single number without an interval; it counts as an interval whose two ends are equal.)
 #
 # | | verdict | it means |
 # |---|---|---|
