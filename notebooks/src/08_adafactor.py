@@ -284,7 +284,7 @@ rows = [[name, *map(plots.seconds_text, seconds)] for name, seconds in zip(names
 plots.Table(["part of a step", "process 1", "process 2", "process 3"], rows)
 
 # %% [markdown]
-# The cost in percent falls as the batch grows. (The last printed line assumes that the passes take time in proportion to the batch.) Gradient accumulation lowers it in the same way. The cost depends on the device, too: passes mostly compute, an update mostly reads and writes memory. So the ratio of the two rates decides. The guide's V100 does some 17 operations in the time in which it moves one byte. On a device that does fewer operations per byte, computing takes a larger part of the step. The passes then take longer compared with the update, and the update matters less.
+# The cost in percent falls as the batch grows. (The last printed line assumes that the passes take time in proportion to the batch.) Gradient accumulation lowers it in the same way. The cost depends on the device, too: passes mostly compute, an update mostly reads and writes memory. So it matters how many operations the device does in the time in which it moves one byte. The guide's V100 does some 17. On a device that does fewer, computing takes a larger part of the step. The passes then take longer compared with the update, and the update matters less.
 #
 # > **On a GPU:** the parts alone do not give the time of a step, because the host queues small operations while the GPU is still busy. There, the next cell interleaves two whole trainings.
 
