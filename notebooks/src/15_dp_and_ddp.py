@@ -174,7 +174,7 @@ print(f"largest difference between the ranks after {len(two.value['traffic'])} s
 #
 # ### While backward still runs
 #
-# The loop above sends only after backward is done. But the last layer's gradients are finished first, long before those of the embeddings. So group the parameters into **buckets**, in the order in which backward finishes them. A hook on each parameter counts finished gradients. When all gradients of a bucket are finished, the bucket is sent at once, in the background. That is the idea of DDP.
+# The loop above sends only after backward is done. But the last layer's gradients are finished first, long before those of the embeddings. So group the parameters into **buckets**, in the order in which backward finishes them. A hook on each parameter counts finished gradients. When all gradients of a bucket are finished, the bucket is sent at once, in the background. So backward *hides* a part of the time that sending takes. This is the idea of DDP.
 
 
 # %%
@@ -409,10 +409,10 @@ _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[
 #
 # On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it. The guide adds a rule: the more there is to synchronize, the more a slow link costs. DDP synchronizes once per step, so it pays little. ZeRO-DP, which divides the weights over the ranks (lesson 16), synchronizes often, so it pays much.
 #
-# A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces with a virtual cable) try both. Each recipe runs first over a *fast* cable, without limit or delay, then over a worse one. The column *s added* says by how many seconds a step is then longer:
+# A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces) try both. Each recipe runs first over a *fast* cable, without limit or delay, then over a worse one. The column *s added* says by how many seconds a step is then longer:
 #
 # - *Few bytes per second*: a large and a small model. This cable is so slow that sending the large model's gradients takes as long as two of its steps over the fast cable.
-# - *Late messages*: a tiny model, over a cable that does not limit the bytes per second, but delivers everything 10 ms later. Three methods train it: DDP; DDP that sends everything twice, in one message; and *sharding* of the weights over the ranks, as in ZeRO. Sharding sends more messages and more bytes than DDP. Sending everything twice takes even more bytes. If sharding still waits longer, the messages are the reason.
+# - *Late messages*: a tiny model, over a cable that does not limit the bytes per second, but delivers everything 10 ms later. Three methods train it: DDP; DDP that sends everything twice, in no more messages; and *sharding* of the weights over the ranks, as in ZeRO. Sharding sends more messages and more bytes than DDP. Sending everything twice takes even more bytes. If sharding still waits longer, the messages are the reason.
 
 
 # %%
@@ -483,9 +483,9 @@ def in_turns(speed, name, other):  # the median of the ratios with an interval, 
 if not missing:
     sent = {name: over["fast", name].value["sent in a step"] for name in few | often}
     rows = [[name, sent[name] / 1e6, 8 * sent[name] / rate / 1e6, median(added("slow", name))] for name in few]
-    display(plots.Table(["", "MB on the wire", "s for these bytes", "s added"], rows, f"{rate} Mbit/s"))
+    display(plots.Table(["", "MB on the wire", "s to send these MB", "s added"], rows, f"{rate} Mbit/s"))
     rows = [[name, sent[name] / 1e6, median(added("late", name)), median(added("late", name)) / LATE] for name in often]
-    display(plots.Table(["", "MB on the wire", "s added", "times the delay"], rows, "each message 10 ms later"))
+    display(plots.Table(["", "MB on the wire", "s added", "s added / delay"], rows, "each message 10 ms later"))
     bytes_ratio, messages_ratio = in_turns("slow", *few), in_turns("late", "sharded", "DDP, all sent twice")
 ratios = f"large / small model: {bytes_ratio}; sharded / DDP with all sent twice: {messages_ratio}"
 print(missing or f"added seconds, {ratios}")
@@ -494,7 +494,7 @@ print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s eac
 
 
 # %% [markdown]
-# Look at the column *s added* of the two tables. With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only a part of that. With late messages, the seconds depend on how many messages a step **waits for, one after the other**, and hardly on the bytes. DDP's sum takes several messages. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
+# Compare the columns *s added*. With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only part of that. With late messages, the seconds depend on how many messages a step **waits for, one after the other** (*s added / delay* is about this number), and hardly on the bytes. DDP's sum takes several messages. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
 #
 # *MB on the wire* is close to the bytes that a rank hands over. To sum a vector, each of two ranks sends one half of its vector to the other rank, adds the half that it receives to the half that it kept, and sends this sum back. Two halves are one vector. With $n$ ranks, each rank sends $2(n-1)/n$ times the vector, never more than twice.
 #
@@ -552,7 +552,7 @@ for epoch in (0, 1):
 #
 # ### What DP does instead
 #
-# `nn.DataParallel` (DP) is older. One process drives all devices. The first device has the model and the optimizer; the others get their weights and their samples from it. The next cell runs a step of DP on two simulated devices, and counts the bytes that would cross between them: for our classifier, and for gpt2 with the guide's sizes (on torch's `meta` device, where tensors have shapes but no numbers).
+# `nn.DataParallel` (DP) is older. One process drives all devices. The first device has the model and the optimizer; the others get their weights and their samples from it. The next cell runs a step of DP on two simulated devices, and counts the bytes that would cross between them: for our classifier, and for gpt2 with the guide's sizes (shapes only, on torch's `meta` device).
 
 
 # %%
@@ -583,7 +583,7 @@ rows += [["DDP: gradients, there and back", *(2 * counts["gradients"] / 1e6 for 
 plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, gpt2"], rows)
 
 # %% [markdown]
-# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is what comes back for the outputs in backward: their gradient, of the same size.) For the classifier the totals are equal, because its outputs are tiny: DP sends weights one way and gradients the other, and DDP sends gradients one way and their sums back. And the threads of DP's one process share Python's lock, the GIL, which only one thread holds at a time, and they cannot leave their machine.
+# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is the gradient of the outputs, which comes back in backward.) For the classifier the totals are equal, because its outputs are tiny: DP sends weights one way and gradients the other, and DDP sends gradients one way and their sums back. And the threads of DP's one process share Python's lock, the GIL, which only one thread holds at a time, and they cannot leave their machine.
 #
 # ### What held
 #
@@ -818,11 +818,11 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
 
 # %% [markdown]
-# Whoever starts them, the ranks compute the same gradients: the cell asserts it. `--multi_gpu` looks odd on a CPU. But `accelerate launch --cpu --num_processes 2` starts only *one* process unless MPI is installed ([#2741](https://github.com/huggingface/accelerate/issues/2741)). The guides' `torch.distributed.launch` is torchrun's older name.
+# Whoever starts them, the ranks compute the same gradients. `--multi_gpu` looks odd on a CPU. But `accelerate launch --cpu --num_processes 2` starts only *one* process unless MPI is installed ([#2741](https://github.com/huggingface/accelerate/issues/2741)). The guides' `torch.distributed.launch` is torchrun's older name.
 #
 # ### What goes wrong
 #
-# The next cells start two ranks again and again. Each time, before an all-reduce, rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce. In the last two rows it has integers instead of floats; in *torch compares first* torch compares the ranks' calls before it sends. Look at how soon you learn of it, and from whom.
+# The next cells start two ranks again and again. Each time, before an all-reduce, rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce. In *another size* it has more numbers. In the last two rows it has integers instead of floats; in *torch compares first* torch compares the ranks' calls before it sends. Look how soon you learn of it, and from whom.
 
 
 # %%
