@@ -9,7 +9,7 @@
 # - how an adapter works in nine lines, how few parameters it trains, and what it does not change: activations and frozen weights
 # - how four bits per weight work, what double quantization saves, and how training on a quantized model can take more memory than on one in 16 bits
 # - what adapters cost and gain: seconds by parts, the loss of a model that was trained before, outputs after merging
-# - how checkpointing can train no adapter, without an error
+# - how a training with checkpointing can leave all adapters untrained, without an error
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -47,7 +47,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 # %% [markdown]
 # ## Idea
 #
-# A weight matrix of `out x in` numbers stays **frozen**. Beside it are two thin matrices: `down`, `rank x in`, and `up`, `out x rank`. The layer's input also passes through `down` and then `up`. The result is scaled by alpha / rank (*alpha* is a number that you choose, here 8) and added to the layer's output. Only these two matrices learn. This is **LoRA** ([Hu and others, 2021](https://arxiv.org/abs/2106.09685)). `up` begins with zeros, so that the model starts unchanged. The model of frozen weights is called the *base*.
+# A weight matrix of `out x in` numbers stays **frozen**. Beside it is an **adapter** of two thin matrices: `down`, `rank x in`, and `up`, `out x rank`. You choose the *rank*, a small number (the ranks of lesson 15 are something else). The layer's input also passes through `down` and then `up`. The result is scaled by alpha / rank (*alpha* is a number that you choose, here 8) and added to the layer's output. Only these two matrices learn. This is **LoRA** ([Hu and others, 2021](https://arxiv.org/abs/2106.09685)). `up` begins with zeros, so that the model starts unchanged. The model of frozen weights is called the *base*.
 #
 # A frozen weight is only read. So it can be stored in 4 bits: **QLoRA** ([Dettmers and others, 2023](https://arxiv.org/abs/2305.14314)).
 #
@@ -338,7 +338,7 @@ if not no_peft:
 #
 # In a model of 7 billion parameters it is the other way round: the vocabulary is 4 % of the weights, and the layers decide.
 #
-# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a rehearsal (a dry run on a stub CUDA runtime: torch's allocator works, and nothing is computed), with torch 2.11. In all seventeen, the peak of the allocated bytes is equal to the published peak, **to the byte**. The memory that torch *reserved* from the driver is equal in fourteen, and 2 MiB too high in three. But for thirteen of them the publication names torch 2.14. We rehearsed six of these with 2.14, too, and five of the six did not reserve the published amount of memory. So [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md). In all seventeen trainings the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
+# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a *rehearsal*, with torch 2.11. A rehearsal is a dry run without a GPU: a stub library replaces the CUDA runtime, torch's own allocator works as on a GPU, and nothing is computed. In all seventeen, the peak of the allocated bytes is equal to the published peak, **to the byte**. The memory that torch *reserved* from the driver is equal in fourteen, and 2 MiB too high in three. But the publication says that thirteen of the seventeen ran with torch 2.14. We rehearsed six of these thirteen with 2.14, too. Five of the six did not reserve the published amount of memory. So [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md). In all seventeen trainings the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
 #
 # ## Seconds, by parts
 #
