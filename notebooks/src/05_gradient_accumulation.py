@@ -139,7 +139,7 @@ plots.Table(["micro-batches", "norm ratio", "cosine"], rows)
 
 # %% [markdown]
 # - **Scaling forgotten**: the direction is right, but the gradient is four times too long.
-# - **BatchNorm**: this is the gradient of another function, because each sample is now normalized with other samples. No weight repairs that.
+# - **BatchNorm**: this is the gradient of another function, because each sample is now normalized with other samples. No value of `weight` repairs that.
 # - **Contrastive loss**: the length and the direction are wrong. A question below asks why.
 # - **Unequal lengths**: the mean of the two means gives the 2 tokens as much influence as the 12. Another `weight` for each micro-batch does repair that; finding it is your first exercise.
 #
@@ -166,7 +166,7 @@ for name, make in optimizers.items():
 # %% [markdown]
 # Adam divides the gradient by a running average of the gradient's own size, so a constant factor cancels. With Adam such an error can therefore remain unnoticed. SGD multiplies the step by this factor, as if the learning rate were four times as high.
 #
-# Two effects remain with every optimizer, Adam included. A log that adds up the losses of the micro-batches, as the Trainer's does, shows a loss four times too high. And the Trainer's gradient clipping shortens too many gradients. By default it shortens each gradient whose norm is above 1; now it does so as soon as the *right* gradient has a norm above a quarter.
+# Two effects remain with every optimizer, Adam included. A log that adds up the losses of the micro-batches, as the Trainer's does, shows a loss four times too high. And the Trainer's gradient clipping shortens too many gradients. By default it shortens each gradient whose norm is above 1. If all gradients are four times too long, it also shortens gradients whose correct norm is between a quarter and 1.
 
 # %% jupyter={"source_hidden": true}
 assert cosine_similarity(*contrastive, dim=0) < 0.99  # as the row above shows
@@ -262,7 +262,7 @@ exercises.question(
 # %% [markdown]
 # ## What it costs
 #
-# The arithmetic is the same, only divided differently. Nearly all of the time is explained by the seconds of a pass of each micro-batch size, and by the seconds of an update. The next two cells measure these *parts*, and the peak of four ways to make a batch of 8.
+# The arithmetic is the same, only divided differently. A step consists of passes and one update. So nearly all of its time is the sum of their seconds. We call the seconds of one pass (for each micro-batch size) and of one update the *parts* of a step. The next two cells measure the parts, and the peak of four ways to make a batch of 8.
 #
 # `predicted_ratio` calculates from the parts how much faster one way is than another. It returns a range of +-20 %, because the parts are timed without the Trainer, and the Trainer adds work of its own to each part, up to a fifth.
 #
@@ -519,7 +519,7 @@ assert not more_steps.known or more_steps.high > 1  # the answer to the question
 #
 # ### Learning
 #
-# Fewer updates are also fewer steps of learning. The 2022 guide warns that the learning rate and its warm-up may have to be adjusted, and that on a very short data set the loss becomes worse. The next cells train one epoch of 512 sequences that can be learnt, in four ways:
+# Fewer updates are also fewer steps of learning. The 2022 guide warns that the learning rate and its warm-up may have to be adjusted, and that on a very short data set the loss becomes worse. The next cells train one epoch of 512 sequences in four ways. (A marker token shows the label, so there is something to learn; random data has no rule.)
 #
 # - 4 x 1: 128 steps
 # - 4 x 8: 16 steps
