@@ -96,7 +96,7 @@ def forked(num_workers=0, **options):
 
 
 # %% [markdown]
-# `follow` shows how to measure waiting without a profiler: read the clock when a step ends, and again when the next batch has arrived. A step has ended when its loss is known, so `step` returns the loss as a number. (Do this only to measure. In other loops, reading each loss keeps the host from running ahead of the GPU.)
+# `follow` shows how to measure waiting without a profiler: read the clock when a step ends, and again when the next batch has arrived. A step has ended when its loss is known, so `step` returns the loss as a number. (Do this only to measure. In other loops the *host*, i.e. the CPU, prepares the next operations while the GPU computes. To read a loss it must wait.)
 #
 # The cell after it is plumbing, and you can skip it. `stepper` returns a function that makes one training step of a small BERT, and the seconds that such a step takes (`own` in the code). These seconds are the unit of time below. `fed` trains in one fresh process with several sources of batches (`ways`), one after the other, and returns the times of each.
 
@@ -155,7 +155,7 @@ def fed(ways, steps=8, skip=3, turns=1):
 
 
 # %% [markdown]
-# Here is the thread that fetches batches ahead. First answer a question about it; then the table shows what it does here. In the table, reading a batch takes as long as *one* step. So training would be twice as fast if reading and training ran side by side.
+# `threaded`, in the next cell, uses a thread that fetches batches ahead. First answer the question below that cell; the table after it shows what the thread does here. Reading a batch takes as long as *one* step. So training would be twice as fast if both ran side by side.
 
 
 # %%
@@ -300,7 +300,7 @@ shares = [waiting_share(bars[12:]) for bars in pair]
 print("share of the time spent waiting: {:.0%} by the rules, {:.0%} measured".format(*shares))
 
 # %% [markdown]
-# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. A read is set to take three times `own`, the time of a step that ran *alone*, before the workers started. If the steps beside the workers are slower than that, a read takes fewer than three of them, and the waits are shorter than predicted. If they are faster, a read takes more than three of them: the waits are longer, and four workers can gain more than the four times that the rules predict.
+# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. The charts can differ: a read is set to take three times `own`, the time of a step *before* the workers started. With workers, steps may be slower than `own`. Then a read is shorter than three steps, and the waits are shorter than predicted. Or steps may be faster. Then a read is longer than three steps, the waits are longer, and four workers can gain more than the predicted four times.
 #
 # ## More workers
 #
@@ -610,7 +610,7 @@ def utilisation(task):  # in percent: [with everything ready, with a slow reader
 # %% [markdown]
 # ## The Trainer's own arguments
 #
-# The first table lists the Trainer's defaults in your version of transformers (without a prefetch factor, torch uses its own: 2). The second one compares two trainings over a data set that waits 15 ms for each sample: one with the defaults, one with two arguments changed. (In this table, a step time is the median of four steps. The workers deliver four batches at nearly the same time, so most of these steps find theirs ready. In a long training, a step takes at least a quarter of a batch's loading time.)
+# The first table lists the Trainer's defaults in your version of transformers (without a prefetch factor, torch uses its own: 2). The second one compares two trainings over a data set that waits 15 ms for each sample: one with the defaults, one with two arguments changed. (The step time with workers can be too short: it is the median of four steps. The workers deliver their batches at nearly the same time, so most of these steps need not wait. In a long training, four workers deliver four batches in the loading time of one batch, so a step takes at least a quarter of this time on average.)
 
 
 # %%
