@@ -109,7 +109,7 @@ plt.show()
 #
 # So far the scale was the largest entry of the *tensor*. The library cuts a tensor into **blocks** of 256 numbers instead, each with a scale of its own (its largest absolute value, *absmax*). The next cell does this to 4096 numbers: they take one byte each, and each of the 16 scales takes 4 bytes.
 #
-# Why blocks? A question below asks what one outlier does. The errors are averaged over 16 *stretches* of 256 numbers, whatever the size of a block is.
+# Why blocks? The cell after that defines `errors`. It makes one of the numbers an outlier, quantizes all of them in blocks of a given size, and dequantizes them again. It returns the mean error of each *stretch* of 256 consecutive numbers: always 16 stretches, whatever the size of a block. A question then asks what the outlier does; the picture after the question shows the errors.
 
 
 # %%
@@ -480,7 +480,7 @@ exercises.prove(
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Keep as few bytes of states per parameter as you can, without a worse loss. Your answer is a function that takes the model's parameters and returns an optimizer. It is tried on the look-up task. Its states may take **2.5** bytes per parameter at most, and its median final loss over three seeds must not exceed the worst of AdamW's five by more than a tenth. The cell below the hints prints this limit. If your answer is right, try to find one with still fewer bytes.
+# Keep as few bytes of states per parameter as you can, without a worse loss. Your answer is a function that takes the model's parameters and returns an optimizer. It is tried on the look-up task. Two limits apply. Its states may take **2.5** bytes per parameter at most. Its final loss, the median of three seeds, may be up to a tenth higher than AdamW's highest final loss of the five seeds above. The cell below the hints prints this second limit. If your answer is right, try to find one with still fewer bytes.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
