@@ -61,7 +61,8 @@ WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 128, 4, 4, 256, 64
 
 # %%
 question = (
-    "Two ranks have half of the layers each, and train one batch. For what percentage of the time do both compute?"
+    "Two ranks have half of the layers each, and train one batch. "
+    "For what percentage of the time do both compute at the same moment?"
 )
 widgets.predict(lab, "together", question, "%", 0, 100)
 
@@ -91,7 +92,7 @@ exercises.question(
 #
 # (The names belong to a matrix of inputs x outputs. torch stores its transpose, outputs x inputs, so a split by columns splits torch's dimension 0.)
 #
-# The cell below splits one matrix in each way, then two matrices with a gelu between them. It compares every result with that of the whole matrices; it prints nothing if all are equal.
+# The cell below splits one matrix in each way, then two matrices with a gelu between them. It compares every result with that of the whole matrices, and prints nothing if all are equal.
 
 # %%
 torch.manual_seed(0)
@@ -250,7 +251,7 @@ rows = [[count, phase, len(sizes), sum(sizes), sum(sizes) / (4 * count * WIDTH)]
 plots.Table(["tokens", "phase", "all-reduces", "bytes", "bytes / (4 B x tokens x width)"], rows)
 
 # %% [markdown]
-# The last column divides the bytes by the size of the activations that pass through the block: 4 bytes x tokens x width. It is 2 in every row, because forward and backward each have two all-reduces of that size. Data parallelism sends something else: one gradient per weight, however many tokens there are.
+# The last column divides the bytes by the size of the activations that pass through the block. It is 2 in every row, because forward and backward each have two all-reduces of that size. Data parallelism sends something else: one gradient per weight, however many tokens there are.
 #
 # ### Embedding and head
 #
@@ -321,9 +322,9 @@ plots.Table(
 #
 # - **GPipe** runs all forward passes, then all backward passes.
 # - **1F1B** ("one forward, one backward") alternates forward and backward passes as soon as possible.
-# - **Interleaved** gives each rank two shorter pieces of the model instead of one long piece. The next rank can begin sooner. But with pieces 0 and 2 on rank 0, activations cross three borders instead of one.
+# - **Interleaved** gives each rank two shorter pieces of the model instead of one long piece, so the next rank can begin sooner. The price is more messages: if the first of two ranks has pieces 0 and 2, activations change ranks three times instead of once.
 #
-# The next cell prints the first two for two stages and four micro-batches: `F0` is the forward pass of micro-batch 0, `B0` its backward pass. You can skip its code and the four cells after it: they receive and send, train, and compare gradients.
+# The next cell prints the first two for two stages and four micro-batches: `F0` is the forward pass of micro-batch 0, `B0` its backward pass. You can skip its code and the next four cells: they receive and send, train, and compare gradients.
 
 
 # %%
@@ -460,7 +461,7 @@ def relative_difference(one, other):
 #
 # The same model is trained on the same 16 sequences in five ways: on one device, as two replicas (data parallel), with tensor parallelism, and as a two-stage pipeline of eight micro-batches, with the schedules GPipe and 1F1B. The lab's meter counts the bytes of each rank, and the first table has those of the fullest rank.
 #
-# Is it the same training? Losses under AdamW would not tell: AdamW divides by the size of the gradient, so gradients that are 16 times too large give nearly the same losses. Therefore each rank compares its gradients with those of one device.
+# Is it the same training? Losses would not tell: AdamW divides by the size of the gradient, so even gradients 16 times too large give nearly the same losses. Therefore each rank compares its gradients with those of one device.
 
 # %%
 WAYS = {"data parallel": {"way": "data"}, "tensor parallel": {"way": "tensor"}}
@@ -602,11 +603,11 @@ widgets.revealed(lab, "together", 100 * max(0, 1 - 2 * median(bubble(turn) for t
 # %% [markdown]
 # With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is time for messages, passes of unequal length, and other work on the same cores. (The table has the median of all turns, each picture the fastest turn.)
 #
-# The last two rows answer the first question: do two devices make a training faster? On the same batch, replicas exchange messages once per step, tensor-parallel shards in every layer.
+# The last two rows answer the first question: do two devices make a training faster? Replicas exchange messages once per step, tensor-parallel shards in every layer.
 #
 # ### What a stage stores
 #
-# Both schedules have the same bubble. So why 1F1B? Because of memory: a stage must *hold* the activations of each micro-batch from its forward to its backward pass. The next cell runs four ranks on the CPU, and the lab's meter counts their activations. The cell after it is the simulator, for 2, 4 or 8 stages.
+# Both schedules have the same bubble. So why 1F1B? Because of memory: a stage must *hold* the activations of each micro-batch from its forward to its backward pass. The next cell runs four ranks on the CPU, and the lab's meter counts their activations. The cell after it is the simulator.
 
 # %%
 STAGES, grown = 4, {}
@@ -663,10 +664,10 @@ _ = widgets.explore(
 #
 # - *by hand*: the block from above;
 # - *weights*: a plan that splits the same weights;
-# - *and norm1*: the same plan, but the first norm's output is a DTensor, too. (Explained below.)
+# - *and norm1*: the same plan, but the first norm's output is a DTensor, too;
 # - *tokens*: a plan with **sequence parallelism**. So far each rank computed whatever is *between* the pairs (the norms and the residual connection) for all tokens. Now it computes this for its own tokens only. The all-reduce that ends a pair becomes a reduce-scatter, and an all-gather begins the next pair. A ring all-reduce consists of just these two, so the bytes on the wire stay the same. (The gradients of the norms' own weights must then be summed over the ranks.)
 #
-# After the table, one cell trains our model in torch's pipelines, and one splits a small Llama of transformers.
+# Two more cells train our model in torch's pipelines, and split a small Llama of transformers.
 
 
 # %%
@@ -792,12 +793,12 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # %% [markdown]
 # Outputs and losses are those of one device. Traffic and memory depend on the plan:
 #
-# - *weights* sends more than our block. Query, key and value each sum their input's gradient over the ranks, although one sum of all three would do. With *and norm1*, torch adds the three first, and sums once. So count a plan's messages before you use it.
+# - *weights* sends more than our block. Query, key and value each make a DTensor of their input, and each sums this input's gradient over the ranks. With *and norm1* they share one DTensor: torch adds their three gradients first, and sums over the ranks once. So count a plan's messages before you use it.
 # - *tokens* keeps only slightly fewer bytes than *weights*, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward.
 #
 # ### transformers, and two methods at once
 #
-# The last cell used transformers. A model brings its own plan, `from_pretrained` applies it, and each rank reads only its own shard. The four ranks were a **2D mesh**: two tensor-parallel shards (`tp_size`), each of which FSDP2 (lesson 16) divides again in two (`fsdp_size`). Both FSDP shards got the same samples, so that losses can be compared.
+# In transformers a model brings its own plan, `from_pretrained` applies it, and each rank reads only its own shard. The last cell's four ranks were a **2D mesh**: two tensor-parallel shards (`tp_size`), each of which FSDP2 (lesson 16) divides again in two (`fsdp_size`). Both FSDP shards got the same samples, so losses can be compared.
 #
 # A third size, `pp_size`, makes pipeline stages, for inference: its pull request, [#47289](https://github.com/huggingface/transformers/pull/47289), lists backward as work that is left.
 #
@@ -811,9 +812,9 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # - with the neighbouring stage: for each micro-batch;
 # - with the rank of the same weights in the other replica: once per step.
 #
-# That is **3D parallelism**. The next cell builds it from the functions above. The grid's last dimension is the tensor-parallel one. On real machines, neighbours in it share a host, so the order of the dimensions decides which group uses which link.
+# That is **3D parallelism**. The next cell builds it from the functions above. The grid's last dimension is the tensor-parallel one, so ranks 0 and 1 are shards of the same layers. On real machines, consecutive ranks share a host, so the order of the dimensions decides which group uses which link.
 #
-# The cell after it shows the counted messages. The third cell prints three more tables, explained below.
+# The two cells after it print the counted messages, and three more tables, explained below.
 
 
 # %%
@@ -887,14 +888,14 @@ rows = [[ranks, *(f"{size:.3f}" if size else "not possible" for size in sizes)] 
 plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of weights on the fullest rank")
 
 # %% [markdown]
-# The formulas give the messages that were counted, and the losses are those of one device. So the table *GB per step* applies the formulas to a model that fits no laptop: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (The table of counted messages has one message per parameter tensor for that sum, because our loop sums each gradient on its own. DDP joins them in buckets.)
+# The formulas give the messages that were counted, and the losses are those of one device. So the table *GB per step* applies the formulas to a large model: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (Our loop sums each gradient separately, so the row *data* counts one message per parameter tensor. DDP joins them in buckets.)
 #
 # ### When does a link hold the devices up?
 #
 # Let a device compute F operations, and its link carry B bytes, per second. The table *H100s over* has both limits.
 #
-# - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. So each replica needs at least **F / B tokens**.
-# - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers of 2 bytes. A ring sends each sum 2 (n - 1) / n times: in all 8 x width x (n - 1) / n bytes. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic at **1 + 3 x width x B / F**.
+# - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. Backward takes at least as long as this sum if each replica has **F / B tokens** or more.
+# - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers of 2 bytes. A ring sends each sum 2 (n - 1) / n times: in all 8 x width x (n - 1) / n bytes. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic if *n* is **1 + 3 x width x B / F**.
 #
 # The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads (4 here) and the fast link, for the pipeline the number of blocks (4) and the bubble.
 #
