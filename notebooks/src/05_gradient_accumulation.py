@@ -519,7 +519,7 @@ assert not more_steps.known or more_steps.high > 1  # the answer to the question
 #
 # ### Learning
 #
-# Fewer updates are also fewer steps of learning. The 2022 guide warns that the learning rate and its warm-up may have to be adjusted, and that on a very short data set the loss becomes worse. The next cells train one epoch of 512 sequences in four ways. (A marker token shows the label, so there is something to learn; random data has no rule.)
+# Fewer updates are also fewer steps of learning. The 2022 guide warns that the learning rate and its warm-up may have to be adjusted, and that on a very short data set the loss becomes worse. The next cells use 512 sequences in which a marker token shows the label: random data would have nothing to learn. They train one epoch in four ways:
 #
 # - 4 x 1: 128 steps
 # - 4 x 8: 16 steps
