@@ -8,7 +8,7 @@
 # - how far apart checkpoints should be, and where the square root in the textbooks comes from
 # - what the library's flag saves and costs, which layers are worth recomputing, and when the flag saves nothing
 #
-# **Time:** plan 40 minutes with the code and the exercises: ten minutes of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01; for one comparison lesson 05. **Not on a CPU:** checkpoints that are offloaded to the host.
+# **Time:** plan 40 minutes with the code and the exercises: ten minutes of reading, one to three minutes of computing on two CPU cores. **Before this:** lesson 01; for one comparison lesson 05. **Not on a CPU:** checkpoints that are moved from the GPU to the CPU's memory.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -233,7 +233,7 @@ for name, peaks in growth.items():
     print(f"{name}: memory grows as depth to the power of {slope(depths, peaks):.2f}")
 
 # %% [markdown]
-# *Every block* keeps n inputs, which grow with the depth, and one inside, which does not. So the printed power is below 1; with very many blocks it approaches 1. Look where the curve of *every block* meets that of the segments. With fewer blocks than there, *every block* needs less than segments of √n, because a segment has several insides. Remember this for transformers, whose layers have a very large inside.
+# *Every block* keeps n inputs, which grow with the depth, and one inside, which does not. So the printed power is below 1; with very many blocks it approaches 1. Look for the number of blocks at which the curve of *every block* meets that of the segments. A model with fewer blocks needs less memory with *every block* than with segments of √n blocks, because a segment has several insides. The larger the inside, the more blocks it takes until the curves meet. In a transformer the inside of a layer is very large, so there the curves would meet only at very many layers.
 #
 # ## Baseline
 #
@@ -270,7 +270,7 @@ widgets.revealed(lab, "every layer", measured, estimate=lab.foresee(in_percent))
 # - **Without checkpointing**, activations grow through the forward pass and are freed in backward.
 # - **With it**, each layer's inside is freed again during the forward pass, and only the layer's input stays: the curve rises in low steps. Then backward has one hump for each layer that is recomputed.
 #
-# Checkpointing has a limit, too: if the peak has no activations, there is nothing to gain. The next cell shows this with a single sequence of 32 tokens, and with an AdamW that needs large temporaries, so that the peak is in the optimizer's update (phase `step` in the table):
+# Checkpointing has a limit, too: if the peak has no activations, there is nothing to gain. The next cell shows this with a single sequence of 32 tokens. It also replaces the default optimizer, a fused AdamW, by an AdamW that needs large temporaries (`adamw_torch`). So the peak is in the optimizer's update (phase `step` in the table):
 
 # %%
 short = dict(task=lab.task.replace(seq_len=32), optim="adamw_torch", measure=("memory",), per_device_train_batch_size=1)
@@ -343,7 +343,7 @@ plots.Table(["part", "of the saved bytes", "of the matmuls' FLOPs"], sorted(rows
 #
 # - `use_reentrant=True` takes torch's older mechanism of recomputation.
 # - `every_n_layers` checkpoints only each n-th layer, since transformers 5.16 ([#48200](https://github.com/huggingface/transformers/pull/48200)). `every_n_layers=2` checkpoints every other layer, and the other layers keep their whole inside: this takes more memory and is faster. It does not make segments of two layers.
-# - `offload` moves the checkpoints to the host's memory, since 5.17, and needs a GPU ([#48444](https://github.com/huggingface/transformers/pull/48444)).
+# - `offload` moves the checkpoints from the GPU to the *host's* memory, that of the CPU. It came with 5.17 and needs a GPU ([#48444](https://github.com/huggingface/transformers/pull/48444)).
 #
 # With older versions the picture has no bars for the last two variants; without a GPU it has no bar for `offload`.
 
@@ -370,7 +370,7 @@ _ = plots.memory(runs)
 #
 # Look closely at how a cost is stated. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice.
 #
-# What would you expect? A backward pass has twice the matmuls of its forward pass, so a step is three parts: one forward, two backward. Recomputing runs the forward again and makes it four parts: 25 % less throughput. But seconds need not follow the matmuls. The notes of the claims give the forward's share of the seconds of forward and backward, without the optimizer's update. Then they give the throughput that one more forward predicts, with the update. Two things change these numbers:
+# What would you expect? A backward pass has twice the matmuls of its forward pass, so a step is three parts: one forward, two backward. Recomputing runs the forward again and makes it four parts: 25 % less throughput. But seconds need not follow the matmuls. So the note in each box about the cost gives two more numbers. The first is the forward's share of the seconds of forward and backward, without the optimizer's update. The second is a prediction from the seconds of all three: with one more forward, which fraction of the throughput is left? Two things change these numbers:
 #
 # - Dropout makes the forward pass longer on a CPU, which draws random numbers slowly; on a GPU they take hardly any time. So the runs on a CPU leave dropout out. The note of the second claim about the cost (`checkpointing-cost-2022`) gives the forward's share with dropout.
 # - The optimizer's update takes as long with recomputation as without. The larger the update's share of the step, the smaller the cost in percent. With short sequences this share is larger.
