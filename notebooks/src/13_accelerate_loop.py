@@ -142,7 +142,7 @@ if torch.equal(by_library(clip_always=True)[0], model.weight):  # step() and zer
 #
 # ## The whole recipe
 #
-# First come the objects that are built once. Two lines are there for the sake of equal losses. With `data_seed=0` the data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *after* the model is built, because the initial weights use random numbers too: from here on, dropout draws the same numbers as under the Trainer. (The line `cpu=` chooses the CPU if there are fewer GPUs than processes.)
+# First come the objects that are built once. Two lines are there for the sake of equal losses. With `data_seed=0` the data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *after* the model is built. The Trainer, too, sets the seed when it gets a model that is already built. Building draws random numbers for the initial weights. The seed that is set afterwards makes dropout draw the same numbers in both loops. (The line `cpu=` chooses the CPU if there are fewer GPUs than processes.)
 
 
 # %%
