@@ -116,7 +116,7 @@ def mixture(x, gate, gate_up, down, k):
 # %% [markdown]
 # Nothing so far keeps the gate from sending every token to the same two experts. Therefore trainings of such models add a **balancing loss**. For each expert it multiplies the share of tokens that the expert got by the mean score that the gate gave it. The sum over the experts, times the number of experts, is the loss. It is smallest if both are even. (Only the scores get a gradient, because a share is a count. The larger the share of an expert, the more an update lowers its score.)
 #
-# The next cell compares our mixture and our balancing loss with those of transformers, on the weights of one of its Mixtral layers. It also prints how transformers computes the experts:
+# The next cell compares our mixture and balancing loss with those of transformers, on a Mixtral layer's weights. It also prints how transformers computes the experts:
 
 
 # %%
@@ -147,7 +147,7 @@ torch.testing.assert_close(balancing(scores, chosen), load_balancing_loss_func(l
 print(type(block).__name__, "computes its experts by", model.config._experts_implementation)
 
 # %% [markdown]
-# The outputs are equal, and so is the balancing loss. `eager` is a loop like ours. `grouped_mm` sorts the tokens by expert and computes all matmuls in one call. `batched_mm` copies the weights for every token. `model.set_experts_implementation` switches between them.
+# Outputs and balancing losses are equal. `eager` is a loop like ours. `grouped_mm` sorts the tokens by expert and computes all matmuls in one call. `batched_mm` copies the weights for every token. `model.set_experts_implementation` switches between them.
 #
 # The gate sees the hidden vector of one token and nothing else. So equal vectors get the same experts at every position in the sequence.
 #
@@ -188,7 +188,7 @@ every_other = sum(2 * sparse_ones == layers for _, sparse_ones, layers, *_ in fo
 #
 # ## Baseline
 #
-# The dense model is a Llama of 4 layers, each with an FFN of width 512. (A Mixtral with one expert is no fair baseline: it would still pay for a gate and for sorting.)
+# The dense model is a Llama of 4 layers, each with an FFN of width 512. (Not a Mixtral with one expert: it would still pay for gate and sorting.)
 
 # %%
 dense = sparse(1, 1, 512)
@@ -309,7 +309,7 @@ plots.Table(["experts computed by", "ms per step"], rows)
 #
 # ## Does it learn more?
 #
-# The task has 48 "languages" with the same 64 words. In each language every word has a fixed successor. The first token of a sentence names its language, the second is a random word, and each further word is the successor of the word before it. This is about *remembering*, so it suits experts.
+# The task has 48 "languages" with the same 64 words. In each language every word has a fixed successor. The first token of a sentence names its language, the second is a random word, and each further word is the successor of the word before it. This takes *remembering*, which suits experts.
 #
 # Dense models of several widths compete with a mixture of 8 experts and one of 64. The 64 experts train once more without the balancing loss. All models train with the same steps and learning rate, with three seeds, and are tested on fresh sentences.
 #
@@ -386,7 +386,7 @@ shown = {name: [seed[name]["losses"] for seed in learnt] for name in SHAPES if n
 _ = plots.losses(shown, title="48 languages")
 
 # %% [markdown]
-# Compare models with the same *FFN width a token meets*: those with more experts end with a lower loss. (*Faster* training is compared below.) And the last row: what went wrong there?
+# Compare models with the same *FFN width a token meets*: those with more experts end with a lower loss. And the last row: what went wrong there?
 #
 # ## Who gets the tokens?
 #
@@ -419,19 +419,19 @@ display(
 # %% [markdown]
 # An expert that is chosen often learns more, and is then chosen more often. With the task's loss alone, a few experts take nearly all tokens, and the others only cost memory. The balancing loss works against that. With 64 experts and so short a training it does not reach an even load.
 #
-# The right picture matters where buffers have a fixed size, as on TPUs: each expert takes at most capacity factor x the mean, and tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 did so in training. Mixtral drops none, and waits for the busiest expert instead. (Instead of a second loss, DeepSeek-V3 chooses by scores with a bias, and lowers it for an expert with too many tokens.)
+# The right picture matters where buffers have a fixed size, as on TPUs. Tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 did so in training. Mixtral drops none, and waits for the busiest expert instead. (Instead of a second loss, DeepSeek-V3 chooses by scores with a bias, and lowers it for an expert with too many tokens.)
 #
-# The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". If you know only a token's place in the sequence, you guess its expert about as often as if you know nothing. Its word helps most, so "depending on the token" would be right.
+# The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". If you know only a token's place, you guess its expert about as often as if you know nothing. Its word helps most, so "depending on the token" would be right.
 #
 # ## What quality costs
 #
-# The guides name two ways to the quality of a dense model: dozens of experts on a base model 5 times smaller, or a few experts on one 2 to 3 times smaller. (A base model has as many weights as a token meets in the mixture.) Three dense models take part here, named by the width of their FFN:
+# The guides name two mixtures that are as good as a large dense model. Each has a *base model*: a smaller dense model with as many weights as a token meets in the mixture. With dozens of experts it is 5 times smaller than the large one, with a few experts 2 to 3 times. Three dense models take part here, named by the width of their FFN:
 #
-# - *160*, against 8 experts, where a token meets 64 (2.5 times smaller). In memory it is compared with 64 experts, too, where a token meets 32 (5 times smaller).
-# - *of equal quality*, against 64 experts: its FFN width, interpolated between two trained widths, would end with the same loss.
+# - *160*, against 8 experts, where a token meets a width of 64, 2.5 times smaller. In memory it is compared with 64 experts, too, where a token meets 32, 5 times smaller.
+# - *of equal quality*: the dense model that would end with the loss of the 64 experts. Its FFN width is interpolated between two trained widths.
 # - *32*, against 64 experts, where a token meets as many weights.
 #
-# The guides' figures come from papers with large models. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. Vectors and FFNs are widened alike; the names stay. (We assume, without measuring it, that equal quality stays equal.)
+# The guides' figures come from papers with large models. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. Vectors and FFNs are widened alike, but the names stay: four times as wide, *32* has an FFN of width 128. (We assume, without measuring it, that equal quality stays equal.)
 #
 # Each row of the first table below is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: seconds of a step of the 64 experts / of the dense model *32*.
 #
@@ -610,9 +610,9 @@ held = [f"{values['expert bytes']:,}" for values in (alone, *ranks)]
 print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2]} on the two ranks")
 
 # %% [markdown]
-# A rank stores half of the experts and never sends them. The experts' gradients are not summed over the ranks either, because each expert has already computed the tokens of all ranks. But these gradients must be divided by the number of ranks. Each rank's loss is the mean over its own tokens, so with N ranks an expert's gradient is N times too large compared with gradients that DDP averages. AdamW would hide that, because it divides by the gradient's size; clipping by the norm would not.
+# A rank stores half of the experts and never sends them. The experts' gradients are not summed over the ranks either, because each expert has already computed the tokens of all ranks. But these gradients must be divided by the number of ranks, N. Each rank has a loss of its own, the mean over its tokens, and an expert's gradient is the *sum* over the N losses. For other weights DDP takes the *mean* over the N ranks, which is N times smaller. AdamW would hide the difference, because it divides by the gradient's size; clipping by the norm would not.
 #
-# The formula in the last column of the table is: tokens of a rank x *k* x width x bytes per number x (N - 1) / N. It holds if the choice of experts is even. If the dispatches of the two ranks differ in the table, the choice is not even: the rank that sends less has the more popular experts. It receives and computes more, and the other rank waits for it.
+# The last column's formula is: tokens of a rank x *k* x width x bytes per number x (N - 1) / N. It holds if the choice of experts is even. If the two ranks' dispatches differ, it is not: the rank that sends less has the more popular experts, so more of its own tokens stay. It also receives and computes more, and the other rank waits for it.
 #
 # ## What held
 #
@@ -643,7 +643,7 @@ display(claims.check("moe-inference", inference, missing=narrow or unlike))
 # %% [markdown]
 # ### Few or many experts, and the gate
 #
-# Three checks compare few experts with the dense model and with many. The others are about the gate and about the layers.
+# Three checks compare few experts with the dense model and with many. The others are about the gate and about the layers. (For `moe-balanced`, *no effect* is 20 times the mean: about the busiest expert's load without the balancing loss.)
 
 # %% tags=["claim"]
 display(claims.check("moe-few-speed", few, missing=narrow))
@@ -659,7 +659,7 @@ claims.check("moe-every-other", every_other)
 # %% [markdown]
 # ## Explore
 #
-# The picture shows a model with Mixtral's layers and width (32 and 4096). Change its experts: which bars grow with their number, and which with *k*? AdamW in mixed precision takes 18 bytes per parameter (lesson 01); activations are not included. The GFLOP are those of a training step: 6 operations per parameter that a token meets.
+# The picture shows a model with Mixtral's layers and width (32 and 4096). Change its experts: which bars grow with their number, and which with *k*? AdamW in mixed precision takes 18 bytes per parameter (lesson 01), without activations. The GFLOP are those of a training step: 6 operations per parameter that a token meets.
 
 
 # %% tags=["widget"]
