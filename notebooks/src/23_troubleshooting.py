@@ -389,7 +389,7 @@ READINGS = {
 #
 # The faults are in sealed cells. Run these cells, and unfold their code only when you are done. (They also define helpers that later cells use, such as `masked`, `small` and `new_head`.) A *ward* is a group of patients. Its table has a row for each patient and a column for each reading, most of them from the first three steps. Each step gets another batch, so the loss changes a little even if no weight does. *Weights* are counted as tensors: the model has 21. Some signs are consequences of others: a module whose input is NaN may give only zeros. The questions ask what each patient has, and the answer also shows what the tool says. Some patients are healthy. The next cell prints what the tool says of a healthy one, and the peak memory of that patient in each phase.
 #
-# Three names of faults need a word. *Overflow*: the forward pass makes the first inf or NaN. *Update too coarse*: the optimizer update makes it. *States*: the optimizer states do not fit into memory.
+# Three names of faults need a word. *Overflow*: the forward pass makes the first inf or NaN. *Update too coarse*: the optimizer update makes it, here because the weights are in fp16. This type is too coarse for AdamW's epsilon, and rounds it to 0. *States*: the optimizer states do not fit into memory.
 
 
 # %%
@@ -532,7 +532,7 @@ ward("Second ward: nothing learns, or slowly", learning, [slice(1), slice(5, 11)
 # %% [markdown]
 # One patient of this ward trains only a few weights on purpose, as with adapters (lesson 25), and declares this to the tool (`meant`). No tool can know what is meant. The columns about weights would also show the fault of lesson 21, where half of the model is on disk and does not learn.
 #
-# In the third ward each patient gets a simulated card. The lesson computes the card's capacity from the peaks of healthy patients. *When* did a patient run out of memory, and with how many tokens? The column *KB alive* has the bytes that are alive at the start of the last three forward passes, the column *KB held* those after the first three updates.
+# In the third ward each patient gets a simulated card. The lesson computes the card's capacity from the peaks of healthy patients. *When* did a patient run out of memory, and with how many tokens? The column *KB alive* has the bytes that are alive at the start of the last three forward passes, the column *KB held* those after the first three updates. The script keeps the logits of each evaluated batch, so *KB alive* grows in every evaluation. That is a fault only if memory runs out.
 
 
 # %% jupyter={"source_hidden": true}
@@ -822,7 +822,7 @@ plots.Table(["watch", "CPU time of a step / without watch"], rows)
 #
 # ## What held
 #
-# Each statement is tested on more than one planted fault. In the boxes, *2021 page* is the debugging page of transformers 4.8, and *2024 index* is the documentation's overview of performance in 2024.
+# Most statements about faults are tested on several planted faults. In the boxes, *2021 page* is the debugging page of transformers 4.8, and *2024 index* is the documentation's overview of performance in 2024.
 #
 # ### transformers' detector
 #
