@@ -163,7 +163,7 @@ counts = lab.run(operators_called, measure="value").value
 plots.Table(["torch.optim.AdamW", "10 tensors", "100 tensors"], [[name, *pair] for name, pair in counts.items()])
 
 # %% [markdown]
-# The table counts the operators that Python calls in one step. The loop calls ten per tensor: the eight operations, and two for the step counter that torch stores for each tensor. With foreach the number grows too, but more slowly: most of its operators only read these counters. With fused there are two for any number of tensors: one increases all counters, the other one does the whole update. The last row is what you get without a flag: on a CPU the loop, because foreach saves only the time of Python there.
+# The table counts the operators that Python calls in one step. The loop calls ten per tensor: the eight operations, and two for the step counter that torch stores for each tensor. With foreach the number grows more slowly, by two per tensor: torch reads the counter of each tensor twice, for `1 - BETA1**step` and for `1 - BETA2**step`, and each reading is an operator. With fused there are two for any number of tensors: one increases all counters, the other one does the whole update. The last row is what you get without a flag: on a CPU the loop, because foreach saves only the time of Python there.
 #
 # > **On a GPU:** without a flag you get foreach, as the guide predicted. A multi-tensor kernel gets the addresses of its tensors as arguments. There is room for some dozens of addresses, so many tensors need several kernels.
 #
@@ -497,7 +497,7 @@ print(f"largest difference of the losses in 40 steps: {apart:.1e}")
 # - `adamw_apex_fused` needed NVIDIA's apex, built by hand. torch got fused kernels of its own: for GPUs with 2.0, for CPUs in 2024. transformers 5.8 removed the option.
 # - `torch.optim._multi_tensor` became `foreach=True`, torch's default on GPUs since 2.0. The Trainer's default is `adamw_torch_fused` with transformers 4.54 and torch 2.8, or later releases of both.
 #
-# Which of today's optimizers can the Trainer make here? The next cells request each name that it knows. A printed line *one optimizer here* lists names that give the same optimizer on this machine; *bnb* in a name is bitsandbytes (lesson 09).
+# Which of today's optimizers can the Trainer make here? The next cells request each name that it knows. A printed line *one optimizer here* lists names that give the same optimizer on this machine; *bnb* in a name is bitsandbytes (lesson 09). *paged* says where the states are kept on a GPU (the next section explains it); without a GPU it changes nothing.
 
 # %%
 FUSED, GUIDE = "adamw_torch_fused", ["adamw_hf", "adamw_torch", "adamw_torch_xla", "adamw_apex_fused", "adafactor"]

@@ -285,7 +285,7 @@ with tempfile.TemporaryDirectory() as folder:
         print(f"{name}: threads of each process {threads[name]}, for {CORES} cores")
 
 # %% [markdown]
-# torchrun gives each process **one** thread ("to avoid your system being overloaded"), in `torch/distributed/run.py`. For two processes on two cores that is right. On 64 cores, two processes leave 62 idle. Plain processes, and those of `mpirun`, use all cores *each*. No launcher divides the cores among the processes. So set the number yourself: `OMP_NUM_THREADS` = cores / processes.
+# torchrun gives each process **one** thread ("to avoid your system being overloaded"), in `torch/distributed/run.py`. For two processes on two cores that is right. On 64 cores, two processes leave 62 idle. Plain processes use all cores *each*. Neither torchrun nor Python divides the cores among the processes. (accelerate's `PartialState` in `state.py` does, for several processes on a CPU. But it does so only if `OMP_NUM_THREADS` is not set, and torchrun sets it.) So set the number yourself: `OMP_NUM_THREADS` = cores / processes.
 #
 # ## Processes times threads
 #
@@ -395,11 +395,11 @@ plt.show()
 # %% [markdown]
 # Left: more is better. Right: less is better. Compare one process that uses all threads with two processes that use half of the threads each: both layouts use every core.
 #
-# Then look on the right at the *crowded* layout, `2 x` the number of cores: two processes with as many threads *each* as there are cores. A thread that has finished its part waits for the others by *spinning*: it checks again and again, and keeps a core busy with that. The work is the same, the CPU time is not. On a rented machine you pay for it.
+# Then look on the right at the *crowded* layout: two processes with as many threads *each* as there are cores. (On two cores its bar is `2 x 2`, on eight `2 x 8`.) A thread that has finished its part waits for the others by *spinning*: it checks again and again, and keeps a core busy with that. The work is the same, the CPU time is not. On a rented machine you pay for it.
 #
 # The next cell prints these comparisons as ratios, each with its interval. The first two lines are speeds relative to *one* process with half of the threads.
 #
-# - First line: two such processes with DDP, then the same two without an exchange of gradients. *With the sum of all gradients* adds the time of the all-reduce to the time without an exchange, as if no part of the all-reduce ran during backward. DDP's number should be between the other two. If it is not, look at the intervals: if DDP's overlaps one of the other two, this measurement does not contradict the prediction.
+# - First line: two such processes with DDP, and then the best and the worst case for them. Best case: the same two *without exchange* of gradients. Worst case, *with the sum of all gradients*: the time of the all-reduce is added in full, as if no part of the all-reduce ran during backward. We expect DDP's number between these two cases. If it is not, look at the intervals: if DDP's overlaps that of one of the two cases, this measurement does not contradict the prediction.
 # - Second line: one process with all threads. This comparison with DDP is fair, because the one process uses as many cores as the two.
 # - Third line: the CPU time of the crowded layout, relative to two processes that divide the cores.
 # - Last line: one thread fewer, relative to all threads, in training, in a matmul and in an element-wise operation (*other work*).

@@ -211,7 +211,7 @@ ax.set_xscale("log")
 #
 # ## The library
 #
-# `Trainer.hyperparameter_search` trains with the settings that a function, the **space**, suggests. With the backend `optuna` this function receives a trial, from which it requests values. The library returns only the best run; our function `search` returns all trials too. `model_init` creates a new model for each trial.
+# `Trainer.hyperparameter_search` trains with the settings that a function, the **space**, suggests. With the backend `optuna` this function receives a trial, from which it requests values. The library evaluates the model of each trial and computes one number from the metrics: the **objective**, by which it compares the trials. It returns only the best run; our function `search` returns all trials too. `model_init` creates a new model for each trial.
 
 
 # %%
