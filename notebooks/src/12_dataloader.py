@@ -12,7 +12,7 @@
 #
 # **Before you start:** lesson 03 (intervals). Packing is explained in lesson 11.
 #
-# **On a CPU:** the waiting is real, because the readers here are slow on purpose. Pinned memory and GPU utilisation cannot be measured. On two cores, a worker that computes may find no core of its own.
+# **On a CPU:** the waiting is real, because the readers here are slow on purpose. Pinned memory and GPU utilization cannot be measured. On two cores, a worker that computes may find no core of its own.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -559,7 +559,7 @@ plots.Table(["batches", "share of padding", "tokens per second, padding not coun
 #
 # ## To the GPU
 #
-# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned (*pageable*: the operating system may move it), one that is pinned within the step, which waits for that, and one that was pinned before the clock starts. Without a GPU nothing is measured. The cell after the table only defines a function: it reads the GPU's utilisation, once with the input ready and once with a slow reader, for a claim at the end.
+# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned (*pageable*: the operating system may move it), one that is pinned within the step, which waits for that, and one that was pinned before the clock starts. Without a GPU nothing is measured. The cell after the table only defines a function: it reads the GPU's utilization, once with the input ready and once with a slow reader, for a claim at the end.
 
 
 # %%
@@ -589,7 +589,7 @@ plots.Table(["39 MB per batch, to the GPU", "ms per batch"], [[*row] for row in 
 
 
 # %%
-def utilisation(task):  # in percent: [with everything ready, with a slow reader]
+def utilization(task):  # in percent: [with everything ready, with a slow reader]
     (step, samples, own), means = stepper(task), []
     ready = {name: values[:BATCH] for name, values in samples.items()} | {"when": torch.zeros(1, 3)}
     for batches, steps_long in ((iter(lambda: ready, None), 1), (reading(3)(samples, own), 4)):
@@ -666,7 +666,7 @@ claims.check("workers-host-memory", 1 + 4 * costs[1][1] / unhelped[1], note=note
 
 
 # %% [markdown]
-# ### Pinned memory and utilisation
+# ### Pinned memory and utilization
 #
 # These three claims need a GPU.
 
@@ -681,14 +681,14 @@ faster_copies = lab.ratio([pinned / pageable for pageable, pinned in zip(*rates)
 display(claims.check("pinned-memory", faster_copies))
 preloaded = lab.run(pinned_share, measure=("none",)).value if on_gpu else None
 display(claims.check("pinned-by-loader", preloaded))
-watched = lab.run(utilisation, task=small, measure=("none",)) if on_gpu else None
+watched = lab.run(utilization, task=small, measure=("none",)) if on_gpu else None
 busy = watched.value if watched else None
 missing = f"needs NVML ({watched.failure})" if watched and not busy else None
-note = f"utilisation {busy[0]:.0f} % with the input ready, {busy[1]:.0f} % with the slow reader" if busy else ""
+note = f"utilization {busy[0]:.0f} % with the input ready, {busy[1]:.0f} % with the slow reader" if busy else ""
 claims.check("utilisation-shows-wait", busy[1] / busy[0] if busy else None, missing=missing, note=note)
 
 # %% [markdown]
-# > **On a GPU:** look at its utilisation first, as the guide says. If it is far below 100 %, the GPU waits; but utilisation does not tell you *why*. The share of the time spent waiting for batches does: if this share is small, the step itself launches its work too slowly (lesson 02). And 100 % only means that something ran all the time.
+# > **On a GPU:** look at its utilization first, as the guide says. If it is far below 100 %, the GPU waits; but utilization does not tell you *why*. The share of the time spent waiting for batches does: if this share is small, the step itself launches its work too slowly (lesson 02). And 100 % only means that something ran all the time.
 #
 # ## Explore
 #

@@ -380,12 +380,12 @@ Markdown(
 #
 # ## How far is that from the hardware?
 #
-# **Model FLOPs utilisation** ([PaLM, appendix B](https://arxiv.org/abs/2204.02311)) compares a training with the
+# **Model FLOPs utilization** ([PaLM, appendix B](https://arxiv.org/abs/2204.02311)) compares a training with the
 # hardware. Take the FLOPs of the matmuls that the model needs for a sample (recomputation does not count). Multiply
 # them by the samples per second, and divide by the FLOP rate of the hardware. PaLM divides by the data sheet's rate. We
 # divide by the rate of a large matmul, measured here in the recipe's precision. So a faster recipe can have a lower
-# utilisation: in half precision the hardware's rate is higher too. This course's goal for a GPU: 10 times the
-# throughput of the guides' vanilla, in no more memory, at a utilisation of 50 % or more.
+# utilization: in half precision the hardware's rate is higher too. This course's goal for a GPU: 10 times the
+# throughput of the guides' vanilla, in no more memory, at a utilization of 50 % or more.
 
 
 # %%
@@ -406,11 +406,11 @@ in_half = {"bf16": "bfloat16", "fp16": "float16"}
 dtypes = ["float32", next((dtype for name, dtype in in_half.items() if recipes[best].get(name)), "float32")]
 rates = lab.run(matrix_rates, task=speed_task, measure=("none",)).value
 needed = roofline.model_flops(speed_task, 1)
-utilisation = {}
+utilization = {}
 for name, dtype, rate in zip((first, best), dtypes, rates):
-    utilisation[name] = needed * samples_per_second(name) / rate
-    print(f"{name}: {utilisation[name]:.1%} of {rate / 1e12:.3g} TFLOP/s ({dtype})")
-print(f"goal: 10 x the throughput at 50 %; reached here: {to_first.get(best, 1)} x at {utilisation[best]:.1%}")
+    utilization[name] = needed * samples_per_second(name) / rate
+    print(f"{name}: {utilization[name]:.1%} of {rate / 1e12:.3g} TFLOP/s ({dtype})")
+print(f"goal: 10 x the throughput at 50 %; reached here: {to_first.get(best, 1)} x at {utilization[best]:.1%}")
 
 # %% [markdown]
 # ## What held

@@ -22,9 +22,9 @@ from trainmem.texts import bytes_text, bytes_unit, number_text, seconds_text
 CLOSE_SECONDS = 20  # a broken driver can block a query forever, but the block of code must end
 DRAWN = 240  # latest samples that the picture shows; the summary covers all
 # The figures of a sample, by name, with their units.
-GPU_FIGURES = {"device memory used": "B", "GPU utilisation": "%", "power": "W", "clock of the cores": "MHz"}
+GPU_FIGURES = {"device memory used": "B", "GPU utilization": "%", "power": "W", "clock of the cores": "MHz"}
 OWN, CHILDREN = "memory of this process", "memory of its experiments"
-HOST_FIGURES = {"CPU utilisation": "%", "memory available": "B", OWN: "B", CHILDREN: "B"}
+HOST_FIGURES = {"CPU utilization": "%", "memory available": "B", OWN: "B", CHILDREN: "B"}
 _CLOCK_OF_THE_CORES = 1  # NVML's number for this clock
 
 Figures = dict[str, float | None]  # of one sample, by name
@@ -148,7 +148,7 @@ def reader(gpu: hardware.Gpu | None) -> Iterator[Callable[[], Figures]]:
             rates, milliwatts = ask("nvmlDeviceGetUtilizationRates", handle), ask("nvmlDeviceGetPowerUsage", handle)
             return {
                 "device memory used": hardware.device_used_bytes(gpu.index),  # by everybody, contexts included
-                "GPU utilisation": None if rates is None else rates.gpu,  # time in which any kernel ran
+                "GPU utilization": None if rates is None else rates.gpu,  # time in which any kernel ran
                 "power": None if milliwatts is None else milliwatts / 1000,
                 "clock of the cores": ask("nvmlDeviceGetClockInfo", handle, _CLOCK_OF_THE_CORES),
             }
@@ -178,7 +178,7 @@ def _host_reader() -> Callable[[], Figures]:
         return total
 
     queries = {
-        "CPU utilisation": psutil.cpu_percent,  # of the time of all cores since the sample before
+        "CPU utilization": psutil.cpu_percent,  # of the time of all cores since the sample before
         # Of the machine, or left of the container's limit if that is less.
         "memory available": lambda: hardware.least(psutil.virtual_memory().available, hardware.cgroup_limits()[1]),
         OWN: lambda: process.memory_info().rss,
