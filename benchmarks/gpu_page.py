@@ -174,7 +174,7 @@ def section(name: str, data: Mapping[str, Any], cards: Mapping[str, dict]) -> st
         found = _part(part, rows, _alike(rows, data, cards) if part == "ten" else {})
         if found and part != "estimate":  # another table has the errors of the estimate
             made.append(f"**{plan.__doc__.splitlines()[0]}**\n\n{found}")
-    facts = [*_facts(rows), *_utilisation(rows), *_not_well(data)]
+    facts = [*_facts(rows), *_utilization(rows), *_not_well(data)]
     return "\n\n".join([*made, "\n".join(f"- {fact}" for fact in facts)])
 
 
@@ -245,10 +245,10 @@ def _facts(rows: Rows) -> Iterator[str]:
         yield f"torch.compile: {found[0]:.1f} s for a cold forward and backward, {min(found):.3f} s for a later one"
 
 
-def _utilisation(rows: Rows) -> Iterator[str]:
-    """Yield a line about model FLOPs utilisation for lesson 14's first recipe, and one for its fastest recipe.
+def _utilization(rows: Rows) -> Iterator[str]:
+    """Yield a line about model FLOPs utilization for lesson 14's first recipe, and one for its fastest recipe.
 
-    The utilisation is a share of the rate that a large matmul reaches in the recipe's precision.
+    The utilization is a share of the rate that a large matmul reaches in the recipe's precision.
     """
     needed = (rows.get(("best", name)) for name in ("rates", "model FLOPs of a sample"))
     rates, flops = (row["value"] if row and row["status"] == "ok" else None for row in needed)
@@ -259,7 +259,7 @@ def _utilisation(rows: Rows) -> Iterator[str]:
             kind = next((kind for name, kind in PRECISIONS.items() if run["arguments"].get(name)), "float32")
             share = flops * run["timing"]["samples_per_second"] / rates[kind]
             shown = f"{_samples(row)} samples/s, {share:.1%} of {rates[kind] / 1e12:.3g} TFLOP/s ({kind})"
-            yield f"model FLOPs utilisation, the {which} recipe ({json.dumps(run['arguments'])}): {shown}"
+            yield f"model FLOPs utilization, the {which} recipe ({json.dumps(run['arguments'])}): {shown}"
 
 
 def _not_well(data: Mapping[str, Any]) -> Iterator[str]:

@@ -322,7 +322,7 @@ def best(here: Here, known: Known) -> Iterator[Row]:
     """Lesson 14's ladder of speed: from "guides' vanilla" on, each step adds a technique; and each technique alone.
 
     Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. The batch grows as long as
-    a run needs no more memory than the first recipe. Model FLOPs utilisation is measured for the first recipe and for
+    a run needs no more memory than the first recipe. Model FLOPs utilization is measured for the first recipe and for
     the fastest one. The runs of each technique alone are for the guide's own table.
     """
     climb = [here.row(FIRST, here.profile.task, GUIDES, optimizer=gpu_functions.looped)]
@@ -345,7 +345,7 @@ def best(here: Here, known: Known) -> Iterator[Row]:
     pairs = [here.pair(climb[0], row) for row in climb[1:]]
     yield from pairs
     if all(pair.name in known for pair in pairs):
-        yield from _utilisation(here, known, climb)
+        yield from _utilization(here, known, climb)
     yield from (here.pair(*two) for two in pairwise(climb) if two[0] is not climb[0])
     yield from _alone(here, climb[0])
 
@@ -370,8 +370,8 @@ def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
     yield "+ compile", [{"torch_compile": True}], here.lacking({"torch_compile": True})
 
 
-def _utilisation(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
-    """Yield the rows for model FLOPs utilisation (lesson 02): the first and the fastest recipe, and rates of matmuls.
+def _utilization(here: Here, known: Known, climb: list[Row]) -> Iterator[Row]:
+    """Yield the rows for model FLOPs utilization (lesson 02): the first and the fastest recipe, and rates of matmuls.
 
     The fastest recipe is sought among those that need no more memory than the first.
 

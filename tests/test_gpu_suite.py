@@ -421,7 +421,7 @@ def test_the_page_shows_what_was_measured(suite, build, tmp_path, monkeypatch):
     assert "| batch 32 | out of memory | not measured | not measured |  |" in text
     assert "| + tf32 | 24576 / 25600 | 26624 | not measured | guides' vanilla: 1.5" in text
     assert "| fp32: 2.00 (1.96 to 2.04) x, memory 1.02 x |" in text
-    assert "model FLOPs utilisation, the first recipe" in text and "% of 50 TFLOP/s (float32)" in text
+    assert "model FLOPs utilization, the first recipe" in text and "% of 50 TFLOP/s (float32)" in text
     assert "% of 800 TFLOP/s (bfloat16)" in text and "torch.compile: 30.0 s for a cold" in text
     assert "| `fp16-faster` |" in text and "**holds** (2 [1.961, 2.04])" in text
     assert "driver 580.1, torch 2.11.0+cu130, transformers 5.17.0" in text

@@ -117,7 +117,7 @@ def test_the_picture_has_the_latest_samples_and_the_summary_all(script, monkeypa
         done.wait()
     del watching.samples[9:]
     assert ["memory of this process", "1.0 MB", "5.0 MB", "9.0 MB"] in watching.summary().rows
-    assert ["CPU utilisation", "not measured", "not measured", "not measured"] in watching.summary().rows
+    assert ["CPU utilization", "not measured", "not measured", "not measured"] in watching.summary().rows
     assert [len(points) for points in lines(watching).values()] == [0, 0, 3, 0]
 
 
@@ -138,23 +138,23 @@ def lines(watching):
 def test_the_live_picture_is_svg_with_words_for_it(script):
     done = script(
         {monitor.OWN: 500_000_000, monitor.CHILDREN: 1_500_000_000},
-        {monitor.OWN: 600_000_000, monitor.CHILDREN: 2_500_000_000, "CPU utilisation": 75.0},
+        {monitor.OWN: 600_000_000, monitor.CHILDREN: 2_500_000_000, "CPU utilization": 75.0},
     )
     with monitor.live(0.001) as watching:
         done.wait()
     drawn = {label: len(points) for label, points in lines(watching).items()}
     assert drawn == {
-        "CPU utilisation: 75 %": 1,  # a sample without it is no 0
+        "CPU utilization: 75 %": 1,  # a sample without it is no 0
         "memory available: not available": 0,
         "memory of this process: 600 MB": 2,
         "memory of its experiments: 2.5 GB": 2,
     }
 
 
-def test_a_gpu_without_utilisation_is_drawn_and_says_so(gpu):
+def test_a_gpu_without_utilization_is_drawn_and_says_so(gpu):
     gpu.fail("nvmlDeviceGetUtilizationRates")
     drawn = lines(one_sample())
-    assert "GPU utilisation: not available" in drawn and "power: 412 W" in drawn
+    assert "GPU utilization: not available" in drawn and "power: 412 W" in drawn
 
 
 def python(code):
@@ -264,10 +264,10 @@ def test_an_experiment_that_a_course_server_forked_is_one_of_the_experiments(mon
     assert figures[monitor.CHILDREN] > 1e6
 
 
-def test_cpu_utilisation_is_that_since_the_sample_before(monkeypatch, copied):
+def test_cpu_utilization_is_that_since_the_sample_before(monkeypatch, copied):
     readings = [0.0, 75.0, 2.5]  # psutil's first figure is about nothing
     monkeypatch.setattr(monitor, "psutil", copied(monitor.psutil, cpu_percent=lambda: readings.pop(0)))
-    assert [figures["CPU utilisation"] for figures in read(2)] == [75, 2.5]
+    assert [figures["CPU utilization"] for figures in read(2)] == [75, 2.5]
 
 
 def test_a_containers_limit_counts(monkeypatch):
@@ -282,5 +282,5 @@ def test_what_the_host_refuses_is_none(monkeypatch):
     monkeypatch.setattr(monitor.psutil.Process, "children", refuse)
     monkeypatch.setattr(monitor.psutil, "cpu_percent", refuse)
     (figures,) = read()
-    assert figures[monitor.CHILDREN] is None and figures["CPU utilisation"] is None
+    assert figures[monitor.CHILDREN] is None and figures["CPU utilization"] is None
     assert figures[monitor.OWN] > 0

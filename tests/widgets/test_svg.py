@@ -93,5 +93,5 @@ def test_a_panel_is_svg_with_its_latest_value_in_words():
     assert panel.get("fill") == "currentColor"
     places = [tuple(map(float, place.split(","))) for place in panel.find("polyline").get("points").split()]
     assert len(places) == 2 and all(46 <= x <= 320 and 42 <= y <= 122 for x, y in places)
-    empty = svg.panel("utilisation", "%", [], (0, 2))
-    assert 'aria-label="utilisation: not available"' in empty and 'points=""' in empty
+    empty = svg.panel("utilization", "%", [], (0, 2))
+    assert 'aria-label="utilization: not available"' in empty and 'points=""' in empty

@@ -7,7 +7,7 @@ from machines import GOOD
 
 GPU = GOOD.gpus[0]
 FIGURES = {  # by query to NVML: the figure, what NVML answers, and what is read from it
-    "nvmlDeviceGetUtilizationRates": ("GPU utilisation", SimpleNamespace(gpu=87), 87),
+    "nvmlDeviceGetUtilizationRates": ("GPU utilization", SimpleNamespace(gpu=87), 87),
     "nvmlDeviceGetPowerUsage": ("power", 412_500, 412.5),
     "nvmlDeviceGetClockInfo": ("clock of the cores", 1980, 1980),
 }
