@@ -48,7 +48,7 @@ lab.task = lab.task.replace(seq_len=lab.task.seq_len // 2)  # half the length of
 # - a **claim** is one statement of the guides, with the number that decides it
 # - a **verdict** is what the measured number makes of the claim
 #
-# The text calls `lab` *the lab*: the object that runs experiments and stores their runs. All arguments of an experiment together are its *recipe*. You need not change `profile`, `strict` and `out` in the first code cell. Other terms are in [the glossary](../docs/words.md).
+# The text calls `lab` *the lab*: the object that runs experiments and stores their runs. All arguments of an experiment together are its *recipe*. You need not change `profile`, `strict` or `out` in the first code cell. Other terms are in [the glossary](../docs/words.md).
 #
 # ## Predict
 #
@@ -133,7 +133,7 @@ plots.Table(["who looks", "process id", "resident memory, MB", "sees the hoard"]
 # %% [markdown]
 # Three process ids, and one process that sees the hoard: the one that made it. `lab.run` sent a function written in this notebook to a fresh process, called it there, and returned its result as the run's `value`. `measure` says what to measure meanwhile: memory, time, or only this value. *Resident memory* is what the system has given to a process. An experiment starts with torch and transformers loaded, hence not at 0.
 #
-# Was a restart ever *needed*? A tensor lives as long as something refers to it. The next cells test the guide's case: a process trains a model, deletes the Trainer, and goes on with other work. They count the bytes of all live tensors twice: while the Trainer exists, and after it is deleted. The guide's claim, that a restart is needed, holds if more than 1 % of these bytes are left. The second cell prints the first verdict; *What held*, further down, explains such a box line by line.
+# Was a restart ever *needed*? A tensor lives as long as something refers to it. The next cells test the guide's case: a process trains a model, deletes the Trainer, and does not end. They count the bytes of all live tensors twice: while the Trainer exists, and after it is deleted. The guide's claim, that a restart is needed, holds if more than 1 % of these bytes are left. The second cell prints the first verdict; *What held*, further down, explains such a box line by line.
 
 
 # %%
@@ -165,7 +165,7 @@ note = f"{plots.bytes_text(held)} with its Trainer, {plots.bytes_text(left)} wit
 claims.check("restart-needed", left / held, note=note)
 
 # %% [markdown]
-# (The line *why* ends with GPUs. The *context* is what CUDA itself keeps on the GPU for each process. *cuBLAS' workspaces* are buffers of CUDA's library for matrix multiplications.)
+# (The line *why* also mentions GPUs. The *CUDA context* is what CUDA itself keeps on the GPU for each process. *cuBLAS* is CUDA's library for matrix multiplications.)
 #
 # In a notebook something often does refer to the Trainer: a variable of the cell before, the last output, the traceback of a failure. Then the memory stays taken until you clear that reference or restart the kernel.
 #

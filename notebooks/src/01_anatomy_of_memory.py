@@ -722,7 +722,8 @@ exercises.prove(check, solution=(12 * unseen.parameters() + 16 * each) / 1e6, mi
 # %% [markdown]
 # ## Recap
 #
-# - Every byte had one of six jobs, and the account kept by hand agreed with the allocator (on a CPU to the byte).
+# - Every byte had one of six jobs, and the account kept by hand agreed with the allocator: on a CPU to the byte, and
+#   for activations to 1 %.
 # - The optimizer set the bytes that a parameter cost: AdamW's states 8, SGD's momentum 4. Batch, length and width set the
 #   rest.
 # - The peak was a moment inside the step. On a CPU, bert-small at batch 4 took 198.4 MB: activations 125.9, states 43.2,

@@ -70,7 +70,7 @@ widgets.predict(lab, "share of products", "What share of the step's time do matm
 #
 # `interleaving.in_turns` calls each function of a list in turn, several times. For each function it returns the times of its calls: the seconds of the clock and the seconds that were spent computing.
 #
-# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle. The format tf32, a shorter one for fp32's inputs (lesson 07), would use them; it stays off here.
+# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle. Matmuls in tf32, a shorter format for fp32's inputs (lesson 07), would use them; it stays off here.
 
 
 # %%
@@ -401,7 +401,7 @@ claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / p
 # %% [markdown]
 # Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte: each group is divided by the next, and the smaller ratio counts. How many FLOPs an `exp` counts is a convention; the claim's note also shows the order with ten. (The claim leaves out copies and embeddings, which are in our element-wise group but only move bytes.)
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte: each group is divided by the next, and the smaller ratio counts. How many FLOPs an `exp` counts as is a convention; the claim's note shows the order with ten. (The claim leaves out copies and embeddings, which are in our element-wise group but only move bytes.)
 #
 # ## Change one thing: no dropout
 #
@@ -443,7 +443,7 @@ plots.Table(header, table)
 #
 # The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted: the passes without dropout, and dropout by itself, are timed in the same turns and added.
 #
-# The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest: multiples of its *tiles*, the blocks that a matmul is cut into. If that is true here, a FLOP of backward takes longer than one of forward.
+# The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest: multiples of its *tiles*, the blocks in which it computes the result. If that is true here, a FLOP of backward takes longer than one of forward.
 
 
 # %%

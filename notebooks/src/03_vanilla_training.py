@@ -4,7 +4,7 @@
 # A colleague reports that a flag made training 10 % faster. Faster than what, and would the same code have been 10 % faster than itself? Every claim of this course compares something with *vanilla training*: fp32, AdamW, a batch of 4, nothing switched on. Before you trust a comparison, know exactly which training is the baseline, and how much its own time varies.
 #
 # **You will see**
-# - all that `lab.train` does, in ten lines of Trainer and in a plain PyTorch loop: their losses are equal, and their memory differs for known reasons, except for a few bytes
+# - all that `lab.train` does, in ten lines of Trainer and in a plain PyTorch loop: their losses are equal, and the small difference in memory is explained
 # - which of the guides' own lines still run today
 # - how many times the weights' bytes a vanilla training takes
 # - how much the time of one and the same code varies, and what follows from that for "it is faster"
@@ -47,7 +47,7 @@ short = lab.task.replace(seq_len=64, config=half) if lab.machine.kind == "cpu" e
 #
 # A measurement has two sides. You must know *what* was measured, to the last line; otherwise a difference may come from something that you did not see. You must also know *how much it varies*; otherwise any difference looks like an effect.
 #
-# Counted memory does not vary. Losses with the same seed do not vary either, except in their last digits on a GPU. So two trainings can be compared almost bit by bit. Time always varies. This lesson treats the first two as exact, and gives the third an interval.
+# Counted memory does not vary. Losses with the same seed do not vary either, except in their last digits on a GPU. So two trainings can be compared almost bit by bit. Time always varies. This lesson treats memory and losses as exact, and gives time an interval.
 #
 # ## Predict
 #
@@ -286,7 +286,7 @@ caption = f"{len(rows)} lines, today: " + ", ".join(f"{verdict} {number}" for ve
 plots.Table(["guide", "its line", "today", "instead", "outcome of it"], rows, caption)
 
 # %% [markdown]
-# A line that raises tells you that it no longer works, and a line that warns gives you time. If a line runs and still has a replacement, that is a simpler, public or newer form. Look for the rows with *differs*: they run, and do something else than the guide says. Examples are labels of a single class, or a model in 16 bits that was meant as fp32. (On a CPU the lines with `bf16=True` and `tf32=True` raise an error only because no GPU is there. The scripts that the guides start, `run_glue.py` and others, are in transformers' repository and not run here.)
+# A line that raises tells you that it no longer works, and a line that warns gives you time. If a line runs and still has a replacement, the replacement is simpler, public or newer. Look for the rows with *differs*: they run, and do something else than the guide says. Examples are labels of a single class, or a model in 16 bits that was meant as fp32. (On a CPU the lines with `bf16=True` and `tf32=True` raise an error only because no GPU is there. The scripts that the guides start, `run_glue.py` and others, are in transformers' repository and not run here.)
 #
 # ## Baseline
 #
@@ -311,7 +311,7 @@ display(widgets.revealed(lab, "vanilla peak", times, estimate=expected))
 _ = plots.memory([vanilla], title="Where vanilla training peaks")
 
 # %% [markdown]
-# Weights and AdamW's two states together take three times the bytes of the weights, and all gradients would make it four. At a peak in backward most gradients may not exist yet: look at the picture. The rest are mostly activations, which depend on the batch. The guide's figure, 14949 MB against 1288 MB of weights, was read from the whole card: it includes a *CUDA context* (memory that CUDA takes for itself) of more than 1 GB, and memory that torch's allocator keeps in reserve. Ours counts tensors.
+# Weights and AdamW's two states together take three times the bytes of the weights, and all gradients would make it four. At a peak in backward most gradients may not exist yet: look at the picture. The rest is mostly activations, which depend on the batch. The guide's figure, 14949 MB against 1288 MB of weights, was read from the whole card: it includes a *CUDA context* (memory that CUDA takes for itself) of more than 1 GB, and memory that torch's allocator keeps in reserve. Ours counts tensors.
 #
 # ## "I timed it once"
 #
@@ -363,7 +363,7 @@ exercises.question(
 #
 # Before measuring an effect, measure no effect. On a CPU `lab.compare` deals with these variations in three ways:
 #
-# - **Turns inside one process**, on one thread. A *turn* is one step of a recipe. In each *round* the first recipe, the baseline, has two turns, and the second recipe has one. So a slow minute slows both, and both share whatever makes this process faster or slower than others. Each round gives a *pair*: the mean time of the baseline's two turns, divided by the time of the second recipe's turn. Above 1 the second recipe is faster. All pairs of one process share what is special about it, so the lab measures in several processes.
+# - **Turns inside one process**, on one thread. A *turn* is one step of a recipe. In each *round* the first recipe, the baseline, has two turns, and the second recipe has one. So a slow minute slows both, and both share whatever makes this process faster or slower than others. Each round gives a *pair*: the mean time of the baseline's two turns, divided by the time of the second recipe's turn. Above 1 the second recipe is faster. All pairs of one process share what is special about it, so the lab measures in several processes. (`turns=8` asks for 8 rounds, shared among the processes.)
 # - **CPU time** decides. The ratio by the clock on the wall is shown beside it.
 # - **Against itself.** The baseline's two turns in a round run the same code. Without noise their times would be equal, a factor of 1. The median factor between them is this measurement's **noise floor**; the lab takes 1.05 if it is smaller.
 #
@@ -462,7 +462,7 @@ claims.check("training-dwarfs-weights", times, note=note)
 #
 # ## Explore
 #
-# How many processes does a claim need? The picture computes the intervals of the two comparisons from the first process alone, then from the first two, and so on (on a GPU from the first pairs). The thick line is the bootstrap's interval, the thin one the lab's. More processes shorten the thick line; the thin line never gets shorter than the floor.
+# How many processes does a claim need? The picture computes the intervals of the two comparisons from the first process alone, then from the first two, and so on (on a GPU from the first pairs). The thick line is the bootstrap's interval, the thin one the lab's. More processes usually shorten the thick line; the thin line never gets shorter than the floor allows.
 
 # %% tags=["widget"]
 known = [comparison for comparison in (itself, effect) if comparison.speed_ratio.known]

@@ -47,7 +47,7 @@ def single_thread():
 # %% [markdown]
 # ## Part 1: speed
 #
-# A linear layer multiplies its weights by a matrix of numbers. This matrix has one *row* for each token of the batch (samples times sequence length). The result has the same rows, and one *column* for each output feature of the layer. The matmul reads the weights once, however many rows there are. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. Speed against rows is a curve that rises and then becomes flat. Between the two parts is a **knee**.
+# A linear layer multiplies its weights by a matrix of numbers. This matrix has one *row* for each token of the batch (samples times sequence length). The result has as many rows, and one *column* for each output feature of the layer. The matmul reads the weights once, however many rows there are. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. Speed against rows is a curve that rises and then becomes flat. Between the two parts is a **knee**.
 #
 # ## Predict
 #
@@ -292,7 +292,7 @@ print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 #
 # ## Multiples of 8, of 64, or of another number
 #
-# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles, too, as wide as its vectors. A vector has 16, 8 or 4 columns, depending on the CPU's instruction set. The next cell prints the width of yours, and predicts at which numbers of columns (*edges*) the time will jump. The cell after it measures there.
+# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles, too, as wide as its vectors. A vector is 16, 8 or 4 columns wide, depending on the CPU's instruction set. The next cell prints the width of yours, and predicts at which numbers of columns (*edges*) the time will jump. The cell after it measures there.
 
 
 # %%
@@ -343,7 +343,7 @@ for wave in (1, 2, 3, 4):
 # %% [markdown]
 # If the measured time jumps where the predicted line does, the size of the tile is confirmed. If a jump is lower than predicted, the kernel has a cheaper way to compute a tile that is not full.
 #
-# **Alignment** is another effect. A GPU's tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. The claims below compare 3904 (61 x 64, a multiple of 64), 3912 (of 8) and 3913 (odd), on a GPU. From 3904 to 3913 there is no multiple of 128, a usual width of tiles. So these sizes need the same number of tiles, and only the alignment differs.
+# **Alignment** is another effect. A GPU's tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. The claims below compare 3904 (61 x 64, a multiple of 64), 3912 (of 8) and 3913 (odd), on a GPU. From 3904 to 3913 there is no multiple of 128, a usual width of tiles. So these sizes need equally many such tiles, and only the alignment differs.
 #
 # The next cell changes one dimension of a matmul at a time: its rows M (samples x tokens), its columns N (features out), or its depth K (features in). The dimension gets four sizes, the table's columns: *n - 1*, *n*, *n + 1* and *n + 8*. Each entry is the FLOP/s at that size, divided by the FLOP/s at size *n*: below 1 is slower. On a GPU *n* is 3904, so the table shows alignment. On a CPU *n* is four full vectors, so the line *N, columns* shows an edge: *n + 1* begins a new tile. If *n - 1* is slow too, an incomplete tile is slow here. The lines above the table are about the output layer of a language model, with 30522 words or padded to 30528.
 
@@ -720,7 +720,7 @@ plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {targ
 # - **By steps** it is the large batch: each update is better informed.
 # - **By seconds** it depends on the cost of a step of each size on this machine, the subject of part 1.
 #
-# The picture on the right shows your choice: many small steps (its upper left) or few large steps (its lower right). No batch size needs both the fewest steps and the fewest samples. In theory such points are on a curve, which bends where the batch size is near the noise scale.
+# The picture on the right shows your choice: many small steps (its upper left) or few large steps (its lower right). No batch size needs both the fewest steps and the fewest samples. In theory the points are on a curve, which bends where the batch size is near the noise scale.
 #
 # Read the table of learning rates too. A large batch that keeps the small batch's rate loses its advantage. A large batch with a rate scaled in proportion may not learn at all. For Adam, theory suggests [the square root](https://arxiv.org/abs/2205.10287).
 #
