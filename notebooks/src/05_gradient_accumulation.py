@@ -12,7 +12,7 @@
 #
 # **Before you start:** lessons 01 (memory) and 03 (a speed ratio with its interval).
 #
-# **What a CPU cannot show:** how much speed you lose by small micro-batches on a large device, with the guides' sequences of 512 tokens. A CPU tests all claims, but with shorter sequences.
+# **What a CPU cannot show:** how much speed you lose with small micro-batches on a large device, with the guides' sequences of 512 tokens. A CPU tests all claims, but with shorter sequences.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -141,7 +141,7 @@ plots.Table(["micro-batches", "norm ratio", "cosine"], rows)
 # - **Scaling forgotten**: the direction is right, but the gradient is four times too long.
 # - **BatchNorm**: this is the gradient of another function, because each sample is now normalized with other samples. No value of `weight` repairs that.
 # - **Contrastive loss**: the length and the direction are wrong. A question below asks why.
-# - **Unequal lengths**: the mean of the two means gives the 2 tokens as much influence as the 12. Another `weight` for each micro-batch does repair that; finding it is your first exercise.
+# - **Unequal lengths**: the mean of the two means gives the 2 tokens as much influence as the 12. A separate `weight` for each micro-batch does repair that; finding it is your first exercise.
 #
 # How bad is a gradient that is four times too long? It depends on the optimizer. The next cell moves a model by one step of SGD, and by one step of AdamW.
 
@@ -181,7 +181,7 @@ exercises.question(
         "The gradient of the batch of 32, since each part has its share.": "The shares are right, but the parts are "
         "not parts of the same sum: the loss of an image depends on who else is in its pass.",
         "The gradient of another, easier problem: each image meets 7 others, not 31.": "As with BatchNorm, the loss "
-        "is not a sum over samples. No weight repairs that.",
+        "is not a sum over samples. No value of `weight` repairs that.",
         "The right direction, at four times the length.": "A forgotten division does that. Here the loss is divided, "
         "but the comparisons between samples of different passes are missing.",
     },
@@ -316,7 +316,7 @@ _ = plots.memory(list(sweep.values()), ax=right)
 # %% [markdown]
 # Read the rows from top to bottom: the same effective batch, made of smaller and smaller passes.
 #
-# - **Memory** (right): the peak falls with the micro-batch. From 8 x 1 to 4 x 2 it falls by less than the activations do, because accumulation adds a set of gradients. Weights and optimizer states stay the same. (If a bar has no activations, that peak is at another moment, after the activations were freed.)
+# - **Memory** (right): the peak falls with the micro-batch. From 8 x 1 to 4 x 2 it falls by less than the activations do, because accumulation adds a set of gradients. Weights and optimizer states stay the same. (If a bar has no activations, its peak is at another moment, after the activations were freed.)
 # - **Speed** (left): if it falls from row to row, this fall is the price of accumulation. (Each part was timed only a few times; the comparisons with intervals come below.) A small pass may keep the device less busy than a large one, and then each sample costs more. How much more depends on your machine and your sequences, not on accumulation: the price is higher for short sequences and on large devices.
 #
 # So far the effective batch stayed the same. The next question changes only the number of accumulation steps.
@@ -347,7 +347,7 @@ exercises.question(
 # The loss of each micro-batch must be scaled, as in the first experiment. There are two ways. Either the model returns the mean loss of the micro-batch, and the Trainer divides it by the number of accumulation steps. Or the model adds up the losses of all labels in the micro-batch, and divides the sum by the number of labels in the whole effective batch. The Trainer counts these labels, and passes the count to the model as `num_items_in_batch`. Two facts decide the outcome:
 #
 # - *Does the Trainer trust the model to divide by the count?* If so, the Trainer does not divide the loss.
-# - *Does the model divide by the count?* The test passes another count to the model, and looks whether the loss changes.
+# - *Does the model divide by the count?* The test passes a wrong count to the model, and looks whether the loss changes.
 #
 # `trainer_gradient` trains one step with the Trainer and returns the gradient that the optimizer receives:
 #
@@ -473,7 +473,7 @@ claims.check("accumulation-same-gradient", ratio, note=f"cosine {cosine:.6f}; no
 # %% [markdown]
 # ### Speed
 #
-# There are five claims, each about two runs. The two runs are interleaved, and the interval says whether this machine can decide the claim. The last column is the length of a sequence.
+# There are five claims, each about two runs. The two runs are interleaved, and the interval says whether this machine can decide the claim.
 #
 # | claim | compares | statement | tokens per sequence, on a CPU |
 # |---|---|---|---|
@@ -515,11 +515,11 @@ claims.check(
 assert not more_steps.known or more_steps.high > 1  # the answer to the question "slower"
 
 # %% [markdown]
-# The two guides contradict each other less than it seems. The 2022 guide keeps the micro-batch: the passes are the same, and there are fewer updates. The 2023 guide keeps the effective batch: more accumulation steps mean smaller passes. But the 2023 guide also says that more accumulation steps cost more, and does not say whether the effective batch or the micro-batch stays the same. `accumulation-cost-grows` tests that sentence with the same micro-batch. The note of `accumulation-fewer-updates` gives the update's share of a step, from the parts. Accumulation saves only updates, however many micro-batches it adds up: if their share of the time is *s*, the speed is at most 1 / (1 - *s*) times as high. The measured speed can be somewhat above this limit, because the parts do not include the Trainer's own work at each update.
+# The two guides contradict each other less than it seems. The 2022 guide keeps the micro-batch: the passes are the same, and there are fewer updates. The 2023 guide keeps the effective batch: more accumulation steps mean smaller passes. But the 2023 guide also says that more accumulation steps cost more, and does not say whether the effective batch or the micro-batch stays the same. `accumulation-cost-grows` tests that sentence with the same micro-batch. The note of `accumulation-fewer-updates` gives the update's share of a step, from the parts. Accumulation saves only updates, however many micro-batches it adds up: if the update's share is *s*, the speed is at most 1 / (1 - *s*) times as high. The measured speed can be somewhat above this limit, because the parts do not include the Trainer's own work at each update.
 #
 # ### Learning
 #
-# Fewer updates are also fewer steps of learning. The 2022 guide warns that the learning rate and its warm-up may have to be adjusted, and that on a very short data set the loss becomes worse. The next cells use 512 sequences in which a marker token shows the label: random data would have nothing to learn. They train one epoch in four ways:
+# Fewer updates are also fewer steps of learning. The 2022 guide warns that the learning rate and its warm-up may have to be adjusted, and that on a very short data set the loss becomes worse. The next cells use 512 sequences in which a marker token shows the label: in random data there is nothing to learn. They train one epoch in four ways:
 #
 # - 4 x 1: 128 steps
 # - 4 x 8: 16 steps

@@ -161,7 +161,7 @@ _ = plots.lines(segment_sizes, labels, *axis_labels, title="36 blocks")
 #
 # With I = 1 this *k* is the textbooks' square root of the depth, and the peak grows like √n. With a larger inside the segments should be shorter.
 #
-# The right end of the curves is one segment for all 36 blocks. It keeps a single input, but then its recomputation makes all insides at once. The 2023 guide mentions another extreme: *forget all* activations, and recompute each when it is needed. Then no block's input is kept, only the very first one. So for each block in backward you run all blocks before it again, and keep the inside of this one block only.
+# The right end of the curves is one segment for all 36 blocks. It keeps a single input, but then its recomputation makes all insides at once. The 2023 guide mentions another extreme: *forget all* activations, and recompute each when it is needed. Then only the input of the first block is kept. So for each block in backward you run all blocks before it again, and keep the inside of this one block only.
 
 
 # %%
@@ -341,7 +341,7 @@ plots.Table(["part", "of the saved bytes", "of the matmuls' FLOPs"], sorted(rows
 #
 # The Trainer's argument `gradient_checkpointing_kwargs` offers variants:
 #
-# - `use_reentrant=True` takes torch's older mechanism of recomputation.
+# - `use_reentrant=True` uses torch's older mechanism of recomputation.
 # - `every_n_layers` checkpoints only each n-th layer, since transformers 5.16 ([#48200](https://github.com/huggingface/transformers/pull/48200)). `every_n_layers=2` checkpoints every other layer, and the other layers keep their whole inside: this takes more memory and is faster. It does not make segments of two layers.
 # - `offload` moves the checkpoints from the GPU to the *host's* memory, that of the CPU. It came with 5.17 and needs a GPU ([#48444](https://github.com/huggingface/transformers/pull/48444)).
 #
@@ -370,7 +370,7 @@ _ = plots.memory(runs)
 #
 # Look closely at how a cost is stated. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice.
 #
-# What would you expect? A backward pass has twice the matmuls of its forward pass, so a step is three parts: one forward, two backward. Recomputing runs the forward again and makes it four parts: 25 % less throughput. But seconds need not follow the matmuls. So the note in each box about the cost gives two more numbers. The first is the forward's share of the seconds of forward and backward, without the optimizer's update. The second is a prediction from the seconds of all three: with one more forward, which fraction of the throughput is left? Two things change these numbers:
+# What would you expect? A backward pass has twice the matmuls of its forward pass, so a step is three parts: one forward, two backward. Recomputing runs the forward again and makes it four parts: 25 % less throughput. But seconds need not follow the matmuls. So the note of each claim about the cost gives two more numbers. The first is the forward's share of the seconds of forward and backward, without the optimizer's update. The second is a prediction from the seconds of all three: with one more forward, which fraction of the throughput is left? Two things change these numbers:
 #
 # - Dropout makes the forward pass longer on a CPU, which draws random numbers slowly; on a GPU they take hardly any time. So the runs on a CPU leave dropout out. The note of the second claim about the cost (`checkpointing-cost-2022`) gives the forward's share with dropout.
 # - The optimizer's update takes as long with recomputation as without. The larger the update's share of the step, the smaller the cost in percent. With short sequences this share is larger.

@@ -182,7 +182,7 @@ display(
 print(f"trained in bf16 on prices up to 90%, and fine-tuned in bf16: {stayed:.0%} overflow")
 
 # %% [markdown]
-# (There are five nets per column.) If nets from fp32 overflow in the lower row too, and no net does in the upper row, the cause is the size of the numbers, not training in bf16.
+# (Each percentage is of five nets.) If nets from fp32 overflow in the lower row too, and no net does in the upper row, the cause is the size of the numbers, not training in bf16.
 #
 # ### By hand: the loss scaler
 #
@@ -288,7 +288,7 @@ try_scaler(2.0**16, "One bad step, the 26th", bad_step=25)
 #
 # `torch.autocast` acts inside its `with` block, a *region*. It decides for each operation: some run in half precision, some in fp32, and the others keep the type of their inputs. CPU and GPU differ, so the cell tries it on your device.
 #
-# How do you see a cast? torch passes each operation to a *dispatch mode* before the operation runs. Ours counts them; a cast is called `_to_copy`. One weight is used twice. How often is it cast? And if it is changed between the two uses, as an optimizer would do, does the second matmul see the change? The cell also tests a LayerNorm whose sum overflows fp16, and lists types of results.
+# How do you see a cast? torch passes each operation to a *dispatch mode* before the operation runs. Ours counts them; a cast is called `_to_copy`. One weight is used twice. How often is it cast? And if it is changed between the two uses, as an optimizer would do, does the second matmul see the change? The cell also tests a LayerNorm whose sum overflows fp16, and lists the types of results.
 
 
 # %%
@@ -343,14 +343,14 @@ print(f"1024 numbers near 1000, added in fp16: {plain_sum}; error of their Layer
 plots.Table(["operation (input fp16)", f"its result on {lab.machine.kind}"], list(types.items()))
 
 # %% [markdown]
-# - **Copies:** a weight is cast once per region. A cache keeps the copy until the region ends. If backward needs it, autograd keeps it until then.
+# - **Copies:** a weight is cast once per region. A cache keeps the copy until the region ends; autograd keeps it until backward, if backward needs it.
 # - **Stale copies:** a copy does not follow its weight. With the cache, the second matmul's result did not change when the weight did (second printed line). So each iteration has to make new copies. Put a region around one forward pass, and nothing else.
 # - **LayerNorm** is right although the sum that it needs overflows fp16: inside, it adds in fp32. (The error is in units of *eps*, the distance from 1 to the next number in fp16.)
 # - **The residual sum**, fp16 + fp32, is fp32. It will matter in part 2.
 #
 # ### Explore
 #
-# Try numbers near the limits: bf16 cannot hold 257, and fp16 cannot hold 2049. 65519 is the last integer that fp16 can round down. 2e-8 is less than half of its smallest number, so it becomes 0.
+# Try numbers near the limits: bf16 cannot hold 257, and fp16 cannot hold 2049. 65519 is the last integer that fp16 can round down. 2e-8 is less than half of fp16's smallest number, so it becomes 0.
 
 # %% tags=["widget"]
 _ = widgets.explore(draw_bits, value=[0.1, 1.0, 257.0, 2049.0, 65519.0, 65520.0, 6e-8, 2e-8, 3e38])
@@ -602,7 +602,7 @@ plots.Table(["activations against fp32", "default attention", "attn_implementati
 # %% [markdown]
 # Three reasons why the sum need not halve:
 #
-# - **`LayerNorm`** keeps its input, a residual sum, which stays fp32. So does the input of the embeddings' `dropout`.
+# - **`LayerNorm`** keeps its input, a residual sum, which stays fp32. The embeddings' `dropout` works in fp32, too.
 # - **`query`, `key` and `value`** take the same tensor, which fp32 keeps once. Under autocast each of the three casts it again (the cache is for weights only), and three copies of half the size are more than the original.
 # - **`self`**, attention with dropout, uses torch's plain kernel on a CPU, which computes in fp32 inside ([pytorch#128922](https://github.com/pytorch/pytorch/pull/128922)): these are the fp32 matmuls of the printed line. The model's own "eager" attention does not: it is a remedy, as the second table shows for a CPU.
 #
@@ -674,7 +674,7 @@ exercises.question(
 #
 # - torch answers "yes" to bf16 wherever it can be *computed*, also on a T4 ([pytorch#148322](https://github.com/pytorch/pytorch/pull/148322)).
 # - Without 16-bit instructions torch takes a slow path ([pytorch#118499](https://github.com/pytorch/pytorch/issues/118499)).
-# - With these instructions a CPU may be slower too: of three CPUs with `avx512_bf16`, one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
+# - With these instructions a CPU may be slower too: of three CPUs tried with `avx512_bf16`, one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
 # - The range printed above for the step follows from two parts (Amdahl's law): the matmuls speed up by the ratio of their rates, and the rest takes half to twice its time (its bytes are halved, but casts are added). The matmuls' share of a step is a range, too: small matmuls may run below the printed rate, and the Trainer adds work.
 #
 # > **On a CPU** `fp16=True` has no effect if the cell printed True: its losses are those of fp32 to the last digit. accelerate applies this argument on accelerators only.
@@ -917,7 +917,7 @@ exercises.prove(check_recipe, solution=solution, mistake={"dtype": half, "optim"
 # ## Recap
 #
 # - **Formats:** bf16 has the range of fp32 (up to 3.39e38) with few digits. fp16 has more digits, but its largest number is 65504, not the guide's 65535: a larger activation becomes `inf`, then NaN.
-# - **Loss scaling:** your scaler rescued the gradients that fp16 loses below about 6e-8. bf16 needs none.
+# - **Loss scaling:** our scaler rescued the gradients that fp16 loses below about 6e-8. bf16 needs none.
 # - **Memory:** weights, gradients and states stay in fp32, and copies of the weights are added: 6 bytes per parameter in inference. Only activations shrink, by less than the 50 % that the guides promise. So mixed precision pays only from a certain batch size on.
 # - **Speed:** it depends on the chip's 16-bit matmuls, whatever a flag says. One CPU with the instructions ran bf16 matmuls at 0.65 of fp32's rate.
 # - **Quality:** compare the loss with a band of 3 fp32 seeds. With 16-bit weights, evaluate before you trust: the fp16 twin gave `nan`.

@@ -41,7 +41,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # A gradient $g$ says which way to move a weight, but not how far. Adam keeps two running averages of each weight's gradients: the **first moment** $m$ of $g$, which smooths the direction, and the **second moment** $v$ of $g^2$, which sets the scale. The step is $m/\sqrt{v}$: weights with small gradients move about as far as weights with large ones.
 #
-# [Adafactor](https://arxiv.org/abs/1804.04235) (Shazeer and Stern, 2018) needs less memory. It leaves $m$ out by default. If a weight is a matrix of $r$ rows and $c$ columns, its $v$ is such a matrix, too. Adafactor keeps only the mean of each row and of each column of $v$: $r + c$ numbers instead of $r \times c$. It rebuilds the matrix from these means in every update.
+# [Adafactor](https://arxiv.org/abs/1804.04235) (Shazeer and Stern, 2018) needs less memory. It leaves $m$ out by default. If a layer's weights form a matrix of $r$ rows and $c$ columns, their values of $v$ form such a matrix, too. Adafactor keeps only the mean of each row and of each column of $v$: $r + c$ numbers instead of $r \times c$. It rebuilds the matrix from these means in every update.
 #
 # ## Predict
 #
@@ -56,7 +56,7 @@ widgets.predict(lab, "saved", question, "MB", 0, round(12 * parameters / 1e6))
 # %% [markdown]
 # ## By hand: a matrix from its margins
 #
-# The *margins* of a matrix are the means of its rows and of its columns. First we need a real second moment. We run ten batches through a small BERT, pick one of its weight matrices, and keep the running average of its squared gradient. At step $t$ the average so far has a weight of $1 - t^{-0.8}$, as in Adafactor, and the new squared gradient has the rest.
+# The *margins* of a matrix are the means of its rows and of its columns. First we need a real second moment. We run ten batches through a small BERT, pick one of its weight matrices, and keep the running average of its squared gradient. At step $t$ the average so far is multiplied by $1 - t^{-0.8}$, and the new squared gradient by $t^{-0.8}$, as in Adafactor.
 
 # %%
 toy = Task("bert-tiny", seq_len=32, data="learnable", dataset_size=160)
@@ -238,7 +238,7 @@ exercises.question(
 #
 # ## What the update costs
 #
-# Adafactor goes through each tensor several times (square, two means, outer product, root, scale), fused AdamW only once. This extra time is paid once per step, however many tokens the step has. So its share depends on the size of a step. We take the guide's: 4 sequences of 512 tokens. On a CPU we take a model whose embeddings are as small a share of the weights as in bert-large, because embeddings need an update but no matmuls.
+# Adafactor goes through each tensor several times (square, two means, outer product, root, scale), fused AdamW only once. So Adafactor's update takes longer. This extra time is paid once per step, however many tokens the step has. Its share of a step depends on the size of the step. We take the guide's: 4 sequences of 512 tokens. On a CPU we take a model whose embeddings are as small a share of the weights as in bert-large, because embeddings need an update but no matmuls.
 #
 # A step with Adafactor and one with AdamW differ only in the update. So we time the parts of a step: forward and backward together (*both passes*), and the update of each optimizer. On a CPU we count the seconds that the process spent computing.
 
@@ -284,7 +284,7 @@ rows = [[name, *map(plots.seconds_text, seconds)] for name, seconds in zip(names
 plots.Table(["part of a step", "process 1", "process 2", "process 3"], rows)
 
 # %% [markdown]
-# The cost in percent falls as the batch grows. (The last printed line assumes that the passes take time in proportion to the batch.) Gradient accumulation lowers it in the same way. The cost depends on the device, too: passes mostly compute, an update mostly reads and writes memory. So it matters how many operations the device does in the time in which it moves one byte. The guide's V100 does some 17. On a device that does fewer, computing takes a larger part of the step. The passes then take longer compared with the update, and the update matters less.
+# The cost in percent falls as the batch grows. (The last printed line assumes that the passes take time in proportion to the batch.) Gradient accumulation lowers this cost in the same way. The cost depends on the device, too: passes mostly compute, an update mostly reads and writes memory. So it matters how many operations the device does in the time in which it moves one byte. The guide's V100 does some 17. On a device that does fewer, computing takes a larger part of the step. The passes then take longer compared with the update, and the update matters less.
 #
 # > **On a GPU:** the parts alone do not give the time of a step, because the host queues small operations while the GPU is still busy. There, the next cell interleaves two whole trainings.
 
@@ -482,7 +482,7 @@ exercises.prove(check, solution=numbers, mistake=sum)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Train the look-up task with the Trainer for 30 steps. The next cell prints the loss and the peak of a well-tuned AdamW, and a memory limit that is too low for AdamW's states at this batch. Give training arguments that stay under the limit and end below a loss of **0.1** (guessing gives 2.1). If your answer is right, try for a lower loss.
+# Train the look-up task with the Trainer for 30 steps. The cell below the hints prints the loss and the peak of a well-tuned AdamW, and a memory limit that is too low for AdamW's states at this batch. Give training arguments that stay under the limit and end below a loss of **0.1** (guessing gives 2.1). If your answer is right, try for a lower loss.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -531,7 +531,7 @@ exercises.prove(
 #
 # - **The second moment.** The means of rows and columns replaced a matrix of second moments: its sums stayed exact, and single steps were off by the factors printed above.
 # - **Memory and time.** Nearly all of the states went, since the Trainer keeps no first moment, and the peak fell with them: to 78 % in the recorded runs. The update costs extra time once per step. The more tokens a step has, the smaller is this cost in percent; it also depends on the device (under 2 % of the throughput in the recorded runs).
-# - **Learning.** Each optimizer had its own best learning rate, and each task had its own ratio of the two final losses: on the task that suited Adafactor less, its loss was 1.8 times AdamW's. At one shared rate the comparison says more about the rate than about the optimizers.
+# - **Learning.** Each optimizer had its own best learning rate, and each task had its own ratio of the two final losses: on the task that suited Adafactor less, Adafactor's loss was 1.8 times AdamW's. At one shared rate the comparison says more about the rate than about the optimizers.
 #
 # Adafactor is the wrong tool if activations make the peak (lessons 05 and 06), or if a recipe tuned for AdamW must be reproduced. Next, lesson 09 keeps both of Adam's numbers, in fewer bits.
 

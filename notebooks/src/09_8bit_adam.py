@@ -333,7 +333,7 @@ for run in (vanilla, flag, by_hand, adafactor):
 plots.Table(["run", *names], rows)
 
 # %% [markdown]
-# States are in memory all the time, so saving them lowers the peak in any phase. If the peak is in the backward pass, the flag lowers it by nearly 6 bytes per quantized parameter (8 bytes become a little more than 2); Adafactor lowers it by 8 per parameter, embeddings included.
+# States are in memory all the time, so saving them lowers the peak in any phase. If the peak is in the backward pass, the flag lowers it by nearly 6 bytes per quantized parameter (8 bytes become a little more than 2); Adafactor lowers it by nearly 8 per parameter, embeddings included.
 #
 # In the optimizer's step the peak also depends on the backend, bitsandbytes' code for your device. Its [CPU backend](https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1901) works on whole tensors: states expanded to 32 bits, copies of gradient and weight, intermediate results. The second picture shows these bytes in grey, as *operator workspace*; the largest tensor decides their height. Compare the last two columns of bytes in the table: as long as *highest in the step* is below *highest in backward*, the intermediate results cost nothing. Exercise 1 asks what a small batch changes.
 #
@@ -480,7 +480,7 @@ exercises.prove(
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# Keep as few bytes of states per parameter as you can, without a worse loss. Your answer is a function that takes the model's parameters and returns an optimizer. It is tried on the look-up task. Two limits apply. Its states may take **2.5** bytes per parameter at most. Its final loss, the median of three seeds, may be up to a tenth higher than AdamW's highest final loss of the five seeds above. The cell below the hints prints this second limit. If your answer is right, try to find one with still fewer bytes.
+# Keep as few bytes of states per parameter as you can, without a worse loss. Your answer is a function that takes the model's parameters and returns an optimizer. It is tried on the look-up task. Two limits apply. The optimizer's states may take **2.5** bytes per parameter at most. The final loss, the median of three seeds, may be up to a tenth higher than AdamW's highest final loss of the five seeds above. The cell below the hints prints this second limit. If your answer is right, try to find one with still fewer bytes.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(

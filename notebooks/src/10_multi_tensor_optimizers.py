@@ -375,7 +375,7 @@ print("" if outcome.ok else f"nothing is compiled here: {outcome.message[:90]}")
 plots.Table([f"by hand, {COUNT} tensors of 16,384 numbers", "allocated during the update", "time of an update"], rows)
 
 # %% [markdown]
-# Compare the compiled form with `foreach`. If it allocates hardly anything, its kernels use each root at once and never store it, as the fused form does.
+# Compare the compiled form with `foreach`. If it allocates hardly anything, its kernels use each root immediately and never store it, as the fused form does.
 #
 # ## Does the update's time matter?
 #
@@ -497,7 +497,7 @@ print(f"largest difference of the losses in 40 steps: {apart:.1e}")
 # - `adamw_apex_fused` needed NVIDIA's apex, built by hand. torch got fused kernels of its own: for GPUs with 2.0, for CPUs in 2024. transformers 5.8 removed the option.
 # - `torch.optim._multi_tensor` became `foreach=True`, torch's default on GPUs since 2.0. The Trainer's default is `adamw_torch_fused` with transformers 4.54 and torch 2.8, or later releases of both.
 #
-# Which of today's optimizers can the Trainer make here? The next cells request each name that it knows. A printed line *one optimizer here* lists names that give the same optimizer on this machine; *bnb* in a name is bitsandbytes (lesson 09). *paged* says where the states are kept on a GPU (the next section explains it); without a GPU it changes nothing.
+# Which of today's optimizers can the Trainer make here? The next cells request each name that it knows. A printed line *one optimizer here* lists names that give the same optimizer on this machine; *bnb* in a name stands for bitsandbytes (lesson 09). *paged* says where the states are kept on a GPU (the next section explains it); without a GPU it changes nothing.
 
 # %%
 FUSED, GUIDE = "adamw_torch_fused", ["adamw_hf", "adamw_torch", "adamw_torch_xla", "adamw_apex_fused", "adafactor"]
@@ -742,7 +742,7 @@ exercises.prove(
 #
 # The default, fused, is the right choice nearly everywhere: steps of 1 x 32 tokens were 1.92 times as fast as with the quickest other AdamW. Change it for memory (lessons 08 and 09), not for speed.
 #
-# (In the records below, *held to AVX512_CORE* means that torch was allowed to use only this older set of CPU instructions.)
+# (In the records below, *held to AVX512_CORE* means that oneDNN, a library that runs torch's matmuls on a CPU, was allowed to use only this older set of CPU instructions.)
 
 # %% tags=["finish"]
 claims.finish()
