@@ -57,7 +57,7 @@ half = "bfloat16" if on_cpu or hardware.supports("sm80")[0] else "float16"
 #
 # ## Predict
 #
-# Below, a small BERT is trained on long sequences (1024 tokens on a CPU, 2048 on a GPU), first with plain attention, then with torch's fused attention. The peak also contains the model's own weights and optimizer states.
+# Below, a small BERT is trained on long sequences (1024 tokens on a CPU, 2048 on a GPU), first with plain attention, then with torch's fused attention. Each training's peak also contains the model's weights and optimizer states.
 
 # %%
 widgets.predict(
@@ -103,7 +103,7 @@ largest = (tiled(q, k, v) - scaled_dot_product_attention(q, k, v)).abs().max()
 f"largest difference to torch's own: {largest.item():.1e}"
 
 # %% [markdown]
-# The outputs differ by rounding only: the same numbers are added in another order.
+# The outputs differ by rounding only: the same sums are computed in another order.
 #
 # Next, you measure memory and time for several lengths, forward and backward. `scaled_dot_product_attention` (SDPA) is one function with several kernels behind it; `sdpa_kernel` picks one of them: *math* computes attention in the plain way; *flash*, *efficient* (memory-efficient) and *cudnn* are fused. A kernel that your device lacks is missing from the results.
 
@@ -269,13 +269,13 @@ exercises.question(
 )
 
 # %% [markdown]
-# The next cell shows two tables. The first has one row per case and type; *torch takes* is torch's choice.
+# The next cell shows two tables. The first has one row per case and type; its column *torch takes* has torch's choice.
 #
 # A CPU has one fused kernel, in the column *flash*. It differs from the GPU's flash kernel: it takes masks and fp32, but no dropout. A BERT with its usual dropout of 0.1 is therefore trained there with plain attention.
 #
 # > **On a GPU:** torch goes through its kernels in a fixed order and takes the first one that accepts the case. On most GPUs flash comes first. It takes 16-bit numbers and no mask; if a batch is padded, the memory-efficient kernel takes over. On compute capability 9.0 and 10.0 (H100, B200) cuDNN's kernel comes first, and it accepts masks ([torch's source](https://github.com/pytorch/pytorch/blob/001f694aef6f922b4fdf6d27d59162d27bf3df58/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)).
 #
-# The choice also depends on the version of torch. Before torch 2.14, no fused kernel took grouped queries (`enable_gqa=True`) in fp32 on an A100: the square was back, so people repeated keys and values by hand. Now the memory-efficient kernel takes them ([#191085](https://github.com/pytorch/pytorch/pull/191085)), and repeating costs memory. The second table has estimates of the peak for this case, without the 192 MiB of the inputs: a batch of 4 sequences of 2048 tokens, with 32 heads for the queries and 8 for the keys and values.
+# The choice also depends on the version of torch. Before torch 2.14, no fused kernel took grouped queries (`enable_gqa=True`) in fp32 on an A100: the square was back, so people repeated keys and values by hand. Now the memory-efficient kernel takes them ([#191085](https://github.com/pytorch/pytorch/pull/191085)), and repeating only costs memory. The second table has estimates of the peak for this case, without the 192 MiB of the inputs: a batch of 4 sequences of 2048 tokens, with 32 heads for the queries and 8 for the keys and values.
 
 
 # %%
@@ -430,7 +430,7 @@ def gate(x):
 [node.name for node in captured(gate, torch.randn(8, 8))[0][0].graph.nodes]
 
 # %% [markdown]
-# The list has the graph's input, four operations, and the output. Each of these four operations reads and writes a whole tensor. A compiler that sees them together makes one loop of them.
+# The list has the graph's input, four operations, and the output. Each of these operations reads and writes a whole tensor. A compiler that sees them together makes one loop of them.
 #
 # Some Python cannot be put into a graph, for example an `if` that must know a tensor's value before it can go on. It *breaks* the graph: the result is two graphs with plain Python between them, and nothing is fused across the break. Breaks are silent. The result is right, only slower. With `fullgraph=True` each break is an error, and the environment variable `TORCH_LOGS=graph_breaks` prints the breaks.
 #
@@ -494,7 +494,7 @@ plots.Table(["model", "breaks", "graphs made in a second call", "operations comp
 # BERT is captured in one graph. Two rows have a break, and in both the cause is a warning that transformers logs:
 #
 # - GPT-2's configuration does not name its loss;
-# - checkpointing switches off the key value cache, which only text generation needs (`use_cache=False` removes this break).
+# - checkpointing switches off the key/value cache, which only text generation needs (`use_cache=False` removes this break).
 #
 # Compiling *again* in the second call is another matter. During the first call the classifier writes its kind of problem into its own configuration, so in the second call the configuration no longer matches the compiled graph. Set `problem_type` beforehand, and the model is compiled once. (`TORCH_LOGS=recompiles` prints what did not match.)
 #
@@ -526,7 +526,7 @@ plots.Table(["setting", "graphs"], list(recompilations.items()))
 #
 # Now take a backend that does compile: `inductor`, the default, writes C++ for a CPU, and for a GPU Triton, a language for GPU kernels. Three processes train the same model. The first one finds an empty cache on disk: a **cold start**. The other two find the files that the first one left: a **warm start**. On a CPU both the training and the compiler use one thread.
 #
-# Each process runs five steps in turn: one for each of three backends, and the step without a compiler twice. (The other two, `aot_eager` and `eager`, are for debugging; this `eager` is not the attention of that name.) `Ratio.of_turns` compares a backend with the step without a compiler. The two steps without a compiler are the same code, so a difference between them is noise. No interval is narrower than this noise. The column *operations* counts torch's operations in a step, without the kernels that the compiler wrote.
+# Each process runs five steps in turn: one for each of three backends, and the step without a compiler twice. (The other two backends, `aot_eager` and `eager`, are for debugging; this `eager` is not the attention of that name.) `Ratio.of_turns` compares a backend with the step without a compiler. The two steps without a compiler are the same code, so a difference between them is noise. No interval is narrower than this noise. The column *operations* counts torch's operations in a step, without the kernels that the compiler wrote.
 
 
 # %%
@@ -626,7 +626,7 @@ plots.Table(["backend", "operations", "first step, cold (s)", "later steps (s)",
 #
 # `eager` and `aot_eager` take the graph and run its operations unchanged, so they speed nothing up. Use them if something breaks: they show whether capturing or compiling is at fault.
 #
-# The next cell prints the code that inductor wrote for `gate`. Find the one place where this code reads, and the one where it writes. The lines below the code say after how many steps the start has paid for itself. The cost of the start: how much longer the cold first step takes than a step without a compiler. The gain: how much less time each later step takes.
+# The next cell prints the code that inductor wrote for `gate`. Find the one place where this code reads, and the one where it writes. The lines below the code say after how many steps the start has paid for itself. The cost is how much longer the cold first step takes than a step without a compiler. The gain is how much less time each later step takes.
 #
 # > break-even = (cold first step - step without compiler) / (step without compiler - step with compiler)
 #

@@ -96,7 +96,7 @@ def forked(num_workers=0, **options):
 
 
 # %% [markdown]
-# `follow` shows how to measure waiting without a profiler: read the clock when a step ends, and again when the next batch has arrived. A step has ended when its loss is known, so `step` returns the loss as a number. (Do this only to measure. In other loops the *host*, i.e. the CPU, prepares the next operations while the GPU computes. To read a loss it must wait.)
+# `follow` shows how to measure waiting without a profiler: read the clock when a step ends, and again when the next batch has arrived. A step has ended when its loss is known, so `step` returns the loss as a number. (Do this only to measure. In other loops the *host*, i.e. the CPU, prepares the next operations while the GPU computes. To read a loss, the host must wait.)
 #
 # The cell after it is plumbing, and you can skip it. `stepper` returns a function that makes one training step of a small BERT, and the seconds that such a step takes (`own` in the code). These seconds are the unit of time below. `fed` trains in one fresh process with several sources of batches (`ways`), one after the other, and returns the times of each.
 

@@ -44,7 +44,7 @@ print(f"mixed precision on this machine: {precision}")
 #
 # ## Predict
 #
-# We will run one recipe twice: accumulation of 4, checkpointing, mixed precision if this machine has it, 8-bit Adam, clipping, a schedule. (*Clipping* looks at the norm, the length of all gradients taken as one vector. If it is above 1, the gradients are scaled down until it is 1.) The first time the Trainer runs it, the second time a loop of our own.
+# We will run one recipe twice: accumulation of 4, checkpointing, mixed precision if this machine has it, 8-bit Adam, clipping, a schedule. (*Clipping* looks at the *norm* of the gradients: the length of all gradients taken as one vector. If the norm is above 1, all gradients are scaled down until it is 1.) The first time the Trainer runs it, the second time a loop of our own.
 
 # %%
 question = "What will the loop's peak be, in percent of the Trainer's?"
@@ -142,7 +142,7 @@ if torch.equal(by_library(clip_always=True)[0], model.weight):  # step() and zer
 #
 # ## The whole recipe
 #
-# First come the objects that are built once. Two lines are there for the sake of equal losses. With `data_seed=0` the data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *after* the model is built. The Trainer, too, sets the seed when it gets a model that is already built. Building draws random numbers for the initial weights. The seed that is set afterwards makes dropout draw the same numbers in both loops. (The line `cpu=` chooses the CPU if there are fewer GPUs than processes.)
+# First come the objects that are built once. Two lines are there for the sake of equal losses. With the line `dataloader_config=`, the data loader shuffles with a **seed of its own**, because otherwise the order of the data would depend on how many random numbers were drawn before. And `set_seed` comes *after* the model is built. The Trainer, too, sets the seed when it gets a model that is already built. Building draws random numbers for the initial weights. The seed that is set afterwards makes dropout draw the same numbers in both loops. (The line `cpu=` chooses the CPU if there are fewer GPUs than processes.)
 
 
 # %%

@@ -66,7 +66,7 @@ cuda = lab.machine.kind == "cuda"
 #
 # The question's *all of it* means four techniques together: micro-batch 1 with four accumulation steps, checkpointing, half
 # precision and Adafactor. (The guide's megabytes are those of the whole card. Your number is for the tensors alive at
-# the peak, on this machine.)
+# the peak.)
 
 # %%
 widgets.predict(lab, "all together", "What is the peak with all of it, in percent of vanilla's peak?", "%", 0, 120)
@@ -232,8 +232,8 @@ Markdown(
 #
 # Techniques that the machine lacks are left out: on a CPU tf32, compiling (it takes long) and, if the CPU emulates
 # them, 16-bit matmuls. The CPU's task has two layers and no dropout in attention, because with that dropout SDPA
-# falls back to plain attention on a CPU (11). It is not the task of the ten recipes: its megabytes
-# differ, and *vanilla* is now the guides' vanilla.
+# falls back to plain attention on a CPU (11). It is not the task of the ten recipes, so its megabytes
+# differ. And *vanilla* is now the guides' vanilla.
 #
 # On a CPU the next cell prints how fast 16-bit matmuls are, and the share of a step that matmuls take.
 
@@ -384,7 +384,7 @@ Markdown(
 # hardware. Take the FLOPs of the matmuls that the model needs for a sample (recomputation does not count). Multiply
 # them by the samples per second, and divide by the FLOP rate of the hardware. PaLM divides by the data sheet's rate. We
 # divide by the rate of a large matmul, measured here in the recipe's precision. So a faster recipe can have a lower
-# utilization: in half precision the hardware's rate is higher too. This course's goal for a GPU: 10 times the
+# utilization: in half precision the hardware's rate is also higher. This course's goal for a GPU: 10 times the
 # throughput of the guides' vanilla, in no more memory, at a utilization of 50 % or more.
 
 
@@ -418,8 +418,8 @@ print(f"goal: 10 x the throughput at 50 %; reached here: {to_first.get(best, 1)}
 # ### Three combinations
 #
 # For three combinations of techniques, the guide says how much memory they save and how fast they are. Each is two claims:
-# memory is decided on any machine, speed only on a GPU. The cell ends with an error if the loop by hand and the
-# Trainer differ in their peaks.
+# memory is decided on any machine, speed only on a GPU. The cell ends with an error if the peaks of the loop by hand
+# and of the Trainer differ by over 2 %.
 
 # %% tags=["claim"]
 three, ada, eight = "accumulation + checkpointing + half", "all + Adafactor", "all + 8-bit Adam"
@@ -515,8 +515,8 @@ for cell, claim in {"speed": "zero-slows-if-fits", "memory": "zero-saves"}.items
 # live widgets you see a table, with *yes* under *best of both* instead of a star. (*+ larger batch* is listed once per
 # size, including the one left out above.)
 #
-# - **On a CPU** the list has no speeds, hence no star: its runs counted memory only. The ladder's speeds are ratios from
-#   interleaved runs.
+# - **On a CPU** this notebook's runs counted memory only, so they have no speed and no star. The ladder's speeds are
+#   ratios from interleaved runs.
 # - **On a GPU** the list also has speeds of single runs. They have no interval, so they do not say which recipe is
 #   faster (lesson 03).
 
@@ -699,7 +699,7 @@ exercises.prove(check, solution=smallest, mistake=v100["all + Adafactor"][0])
 # A **sweep** runs one training (a *row*) for each combination of a grid of values. None of the trainings needs another one's
 # result, so they can run anywhere. `perf-helpers sweep FILE` reads the grid from a TOML file and distributes it to
 # workers of [Dask](https://distributed.dask.org/en/latest/resources.html), one training at a time per device. Here
-# there are two workers. Each is a process of its own, which could run on another machine. Before you run the cell: how
+# there are two workers. Each is a process, which could run on another machine. Before you run the cell: how
 # many rows will each worker train?
 
 # %%
@@ -748,7 +748,7 @@ except ValueError as missing:
 #   for learning.
 # - **The ladder of speed** led from the guides' vanilla to the best recipe in no more memory, and named the rungs that
 #   gained nothing here. The hardware decides what a rung gains: half precision trained 1.6 times as fast as fp32 on
-#   an AMD EPYC (2026-11-29), and at 0.53 of fp32's speed when oneDNN (torch's library for matmuls on a CPU) was
+#   an AMD EPYC (2026-11-29), and at 0.53 of fp32's speed when oneDNN (torch's library for bf16 matmuls on CPUs) was
 #   limited to the instruction set AVX512_CORE, which has no bf16 instructions (2026-11-24).
 # - **The guide's own table** was decided cell by cell on this machine. On an AMD EPYC one of its 14 cells was refuted:
 #   half precision took 18 % off the peak, which the guide calls negligible.

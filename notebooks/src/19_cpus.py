@@ -99,11 +99,11 @@ plots.Table(heads, [[name, *map(float, three)] for name, three in by_type.items(
 #
 # ## A step is the sum of its parts
 #
-# The type of the numbers changes the time of linear layers and attention most. So we time these *parts* alone, in each type. The whole step is a training step of a small Llama. The model is loaded from three checkpoints, one in each type.
+# The type of the numbers changes the time of linear layers and attention most. So we time these *parts* alone, in each type. The whole step is a training step of a small Llama: forward and backward, without the optimizer's update. The model is loaded from three checkpoints, one in each type.
 #
 # The prediction for a step in fp16 or bf16 is the time of its parts plus the *rest*: the step in fp32 minus the parts in fp32. In a 16-bit type the rest may take half as long (half of the bytes) or twice as long (more casts), so the prediction is a range. The line below the table has the predicted and the measured speed of a step in fp16, relative to a step in bf16: one of the claims is about these two types. (Your guess compares fp16 with fp32.)
 #
-# The fastest type in the table below need not be the fastest one in the table above. That table had three matmuls of one size. These parts include attention and smaller matmuls.
+# The fastest type in the table below need not be the fastest one in the table above. The table above has three matmuls of one size. The parts in the table below include attention and smaller matmuls.
 
 # %%
 SIZES = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
@@ -467,7 +467,7 @@ display(
 )
 
 # %% [markdown]
-# The guide contradicts itself. (A *socket* is the place of one processor; a server may have two.) A tip recommends one thread fewer than the processor has cores. The part on Kubernetes recommends as many threads as units of CPU, which are cores. On a machine with few cores, the core that is left free is a large share of the machine.
+# The guide contradicts itself. A tip recommends one thread fewer than a socket has cores. (A *socket* is the place of one processor; a server may have two.) The part on Kubernetes recommends as many threads as units of CPU, which are cores. On a machine with few cores, the core that is left free is a large share of the machine.
 #
 # ## Explore
 #
@@ -490,7 +490,7 @@ _ = widgets.explore(draw, micro=[8, 2], kind=["fp32", "bf16"])
 # %% [markdown]
 # ## Exercise: the best recipe for this CPU
 #
-# `Trainer(use_cpu=True)` starts in fp32, with one process and all cores. Choose better values for the dtype, the processes, the threads and the micro-batch, for updates of 16 samples. Choose among the layouts and the micro-batches (8 and 2) that the explorer shows. Your recipe must reach 90 % of the samples/s of the best of these; the upper end of the interval decides. Its loss may differ from fp32's by no more than another seed would change it.
+# With `TrainingArguments(use_cpu=True)` a training starts in fp32, with one process and all cores. Choose better values for the dtype, the processes, the threads and the micro-batch, for updates of 16 samples. Choose among the layouts and the micro-batches (8 and 2) that the explorer shows. Your recipe must reach 90 % of the samples/s of the best of these; the upper end of the interval decides. Its loss may differ from fp32's by no more than another seed would change it.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
