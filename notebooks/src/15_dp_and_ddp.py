@@ -73,12 +73,12 @@ exercises.question(
     "twice",
     "One device trains 100 samples a second. How many do two of them train together?",
     {
-        "200": "Only if sending the gradients costs nothing. A step ends when the sum of all gradients is there: the part of "
-        "the sending that backward cannot hide is added to it.",
-        "100, since they share the batch": "With half of the batch each, a step is done sooner. With a whole batch each, "
-        "it takes as long and counts twice. Either way there are more samples per second.",
-        "fewer than 200; how many fewer depends on the work of a step and on the link": "The work is shared, and the sending "
-        "is added. With little work and a slow link, two may be slower than one.",
+        "200": "Only if sending the gradients costs nothing. A step ends when the sum of all gradients is there: "
+        "the part of the sending that backward cannot hide is added to it.",
+        "100, since they share the batch": "With half of the batch each, a step is done sooner. With a whole batch "
+        "each, it takes as long and counts twice. Either way there are more samples per second.",
+        "fewer than 200; how many fewer depends on the work of a step and on the link": "The work is shared, and "
+        "the sending is added. With little work and a slow link, two may be slower than one.",
     },
     right="fewer than 200; how many fewer depends on the work of a step and on the link",
 )
@@ -142,7 +142,7 @@ def train(task, wrap, steps=3, link=None):
             optimizer.step()
             optimizer.zero_grad()
         traffic.append(sent.seen)
-    some = torch.cat([weight.detach().flatten()[:9] for weight in model.parameters()])  # 9 numbers of each tensor
+    some = torch.cat([weight.detach().flatten()[:9] for weight in model.parameters()])  # up to 9 numbers of each tensor
     apart = largest_difference(model) if ranks > 1 else None
     return {"start": start.seen, "traffic": traffic, "some weights": some.tolist(), "apart": apart}
 
@@ -237,9 +237,9 @@ widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if k
 #
 # Does DDP send while backward runs? DDP calls a *communication hook* with each full bucket. Our hook notes whether a gradient is still missing then; the next table has the percentage of bytes sent so early.
 #
-# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. (`TrainingArguments` cannot set this argument, accelerate's `DistributedDataParallelKwargs` can.) The copies take 4 bytes per parameter more: 20 instead of 16 with AdamW. (In the next table 12 instead of 8, because plain SGD has no states.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
+# Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. (`TrainingArguments` cannot set this argument, accelerate's `DistributedDataParallelKwargs` can.) The copies take 4 bytes per parameter more: 20 instead of 16 with AdamW. (The next table has 12 instead of 8, because plain SGD has no states.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
 #
-# The picture after the table shows at what time each bucket is sent. If this machine allows it, the ranks communicate over a real slow link: each rank is in a *network namespace*, to Linux a separate host, and a virtual cable of 400 Mbit/s connects the two.
+# The picture after the table shows at what time each bucket is sent. If this machine allows it, the ranks communicate over a real slow link: each rank is in a *network namespace*, which acts as a separate host, and a virtual cable of 400 Mbit/s connects the two.
 
 
 # %%
@@ -409,9 +409,9 @@ _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[
 #
 # On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it. The guide adds a rule: the more there is to synchronize, the more a slow link costs. DDP synchronizes once per step, so it pays little. ZeRO-DP, which divides the weights over the ranks (lesson 16), synchronizes often, so it pays much.
 #
-# A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces) try both. Each recipe runs first over a *fast* cable, without limit or delay, then over a worse one. The column *s added* says by how many seconds a step is then longer:
+# A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces) try both. Each recipe below runs first over a *fast* cable, without limit or delay, then over a worse one. The column *s added* says by how many seconds a step is then longer.
 #
-# - *Few bytes per second*: a large and a small model. This cable is so slow that sending the large model's gradients takes as long as two of its steps over the fast cable.
+# - *Few bytes per second*: a large and a small model. The cable is so slow that sending the large model's gradients takes as long as two of its steps over the fast cable.
 # - *Late messages*: a tiny model, over a cable that does not limit the bytes per second, but delivers everything 10 ms later. Three methods train it: DDP; DDP that sends everything twice, in no more messages; and *sharding* of the weights over the ranks, as in ZeRO. Sharding sends more messages and more bytes than DDP. Sending everything twice takes even more bytes. If sharding still waits longer, the messages are the reason.
 
 
@@ -496,13 +496,13 @@ print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s eac
 # %% [markdown]
 # Compare the columns *s added*. With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only part of that. With late messages, the seconds depend on how many messages a step **waits for, one after the other** (*s added / delay* is about this number), and hardly on the bytes. DDP's sum takes several messages. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
 #
-# *MB on the wire* is close to the bytes that a rank hands over. To sum a vector, each of two ranks sends one half of its vector to the other rank, adds the half that it receives to the half that it kept, and sends this sum back. Two halves are one vector. With $n$ ranks, each rank sends $2(n-1)/n$ times the vector, never more than twice.
+# Under DDP, *MB on the wire* is close to the bytes that a rank hands over. To sum a vector, each of two ranks sends half of its vector to the other, adds the half that it receives to the half that it kept, and sends this sum back. Two halves are one vector. With $n$ ranks, each rank sends $2(n-1)/n$ times the vector, never more than twice.
 #
 # The last two printed lines repeat calculations from the guide: its two times in percent, 200 steps in 101.9 s as steps per second, and the GB/s of an RTX 3090's NVLink. The guide's links between hosts, InfiniBand and Omni-Path, can be measured only on machines that have them.
 #
 # ### Send less
 #
-# With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP from sending for the others. And a communication hook may send bf16. (torch's own hook, `bf16_compress_hook`, needs NCCL.) `economical` trains on generated data with a learnable rule, so that losses can be compared, and counts the bytes.
+# With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP from sending for the others. A communication hook may send bf16. (torch's own hook, `bf16_compress_hook`, needs NCCL.) `economical` trains on generated data with a learnable rule, so that losses can be compared, and counts the bytes.
 
 
 # %%
@@ -583,7 +583,7 @@ rows += [["DDP: gradients, there and back", *(2 * counts["gradients"] / 1e6 for 
 plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, gpt2"], rows)
 
 # %% [markdown]
-# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is the gradient of the outputs, which comes back in backward.) For the classifier the totals are equal, because its outputs are tiny: DP sends weights one way and gradients the other, and DDP sends gradients one way and their sums back. And the threads of DP's one process share Python's lock, the GIL, which only one thread holds at a time, and they cannot leave their machine.
+# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is the gradient of the outputs, which comes back in backward.) For the classifier the totals are equal, because its outputs are tiny: DP sends weights one way and gradients the other, and DDP sends gradients one way and their sums back. The threads of DP's one process share Python's lock, the GIL, which only one thread holds at a time, and they cannot leave their machine.
 #
 # ### What held
 #
@@ -706,11 +706,12 @@ claims.check("topology-legend", explains, missing=no_topology)
 # %% [markdown]
 # ### Exercise, a challenge: half the bytes, the same loss
 #
-# Without arguments, `economical` sends all gradients of 40 micro-batches. Find arguments, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, with which it sends at most half of these bytes. The loss has a limit, too. The check first trains three seeds without your arguments; their losses are the *band*. Your mean loss over these seeds must not be above the band's highest loss.
+# Find arguments of `economical`, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, with which it sends at most half the bytes that it sends without them, for 40 micro-batches. The loss has a limit, too. The check first trains three seeds without your arguments; their losses are the *band*. Your mean loss over these seeds must not be above the band's highest loss.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
-    "There are two ways to send less: less often, or each number in fewer bytes. Which one leaves the number of updates as it is?",
+    "There are two ways to send less: less often, or each number in fewer bytes. "
+    "Which one leaves the number of updates as it is?",
     "Half as many updates learn less at the same rate. The other way changes no update by more than a rounding.",
     "`economical` has an argument for 16-bit gradients: look at its definition above.",
 )
@@ -822,7 +823,7 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 #
 # ### What goes wrong
 #
-# The next cells start two ranks again and again. Each time, before an all-reduce, rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce. In *another size* it has more numbers. In the last two rows it has integers instead of floats; in *torch compares first* torch compares the ranks' calls before it sends. Look how soon you learn of it, and from whom.
+# The next cells start two ranks again and again. Each time, before an all-reduce, rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce. In *another size* it has more numbers. In the last two rows it has integers instead of floats; in *torch compares first* torch compares the ranks' calls before it sends. See how soon you learn of it, and from whom.
 
 
 # %%

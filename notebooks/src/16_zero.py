@@ -71,9 +71,10 @@ exercises.question(
     "halves",
     "Two ranks, stage 3, as many samples per rank as with DDP. Which part of the peak halves?",
     {
-        "all of it": "Each rank still computes every layer for its own samples, and keeps their activations for backward.",
-        "weights, gradients and states, but not the activations": "The activations belong to the samples of one rank, so "
-        "there is no second copy to remove. Besides, the weights of the layer in use are there whole.",
+        "all of it": "Each rank still computes every layer for its own samples, and keeps their activations "
+        "for backward.",
+        "weights, gradients and states, but not the activations": "The activations belong to the samples of one rank, "
+        "so there is no second copy to remove. Besides, the weights of the layer in use are there whole.",
         "only the weights": "Stage 3 also shards what stages 1 and 2 shard: the states and the gradients.",
     },
     right="weights, gradients and states, but not the activations",
@@ -167,7 +168,7 @@ class FlatParameter:
                 weight.grad = view
         else:
             for weight in self.weights:
-                weight.register_post_accumulate_grad_hook(self.count_gradient)  # stage 2: during backward
+                weight.register_post_accumulate_grad_hook(self.count_gradient)  # stages 2 and 3: during backward
         if stage == 3:
             self.free()
             module.register_forward_pre_hook(self.gather)  # whole while it is used: in forward
@@ -194,7 +195,7 @@ class ShardedParameter(FlatParameter):  # the messages of a flat parameter in a 
         self.shard.grad = own if self.shard.grad is None else self.shard.grad.add_(own)
 
     def gather(self, *_):
-        self.whole.untyped_storage().resize_(4 * self.length)  # the weights, views of it, are there again
+        self.whole.untyped_storage().resize_(4 * self.length)  # room again, also for the weights: views of it
         dist.all_gather_into_tensor(self.whole, self.shard.data)
 
     def free(self, *_):
@@ -273,7 +274,7 @@ same(runs[0])
 # %% [markdown]
 # ### Change one thing
 #
-# The cell stops if the losses or the norm of the gradient differ from those of one process. (Losses alone would not be enough: AdamW divides by the gradient's size, and so hides a gradient that is twice too large.)
+# The next cell stops if the losses or the norm of the gradient differ from those of one process. (Losses alone would not be enough: AdamW divides by the gradient's size, and so hides a gradient that is twice too large.)
 
 # %%
 for stage in (1, 2, 3):
@@ -388,7 +389,7 @@ _ = axes.set_xticks(ranks, ranks)
 
 # %% [markdown]
 # - **More ranks:** stages 1 and 2 approach a floor of 8 and 4 bytes per parameter. Stage 3 has no floor: only it lets the model grow with the number of devices.
-# - **Accumulation:** with two micro-batches instead of one, stages 2 and 3 send more. A rank that does not keep whole gradients has to reduce them after every micro-batch, and stage 3 also gathers the weights for each micro-batch.
+# - **Accumulation:** with two micro-batches, stages 2 and 3 send more. A rank that does not keep whole gradients has to reduce them after every micro-batch, and stage 3 also gathers the weights for each micro-batch.
 #
 # ### The library: FSDP2
 #
@@ -441,7 +442,7 @@ plots.Table(head, [fsdp_row(run) for run in (runs[3], fsdp, no_reshard)])
 #
 # > **On a GPU:** the Trainer's switch is `TrainingArguments(fsdp=True)`. It needs accelerators: on CPU ranks accelerate 1.15 ignores it and trains with DDP (the lab warns).
 #
-# How much would a GPU need? The estimate traces one rank of FSDP2, and one of DeepSpeed (next section). DeepSpeed stores more than the formula says; the list before *What held* tells why:
+# How much would a GPU need? The estimate traces one rank of FSDP2, and one of DeepSpeed (next section). DeepSpeed stores more than the formula says; the list before *What held: bytes* says why.
 
 
 # %%
@@ -468,7 +469,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# We compared the estimate with *rehearsals*: dry runs of torch's CUDA build on a stub CUDA runtime, which allocates memory as a GPU would and computes nothing. The trainings were small GPT-2s and Llamas on two and four A100. Estimate and rehearsal agreed to the byte, or differed by 512 bytes: one number, the accumulated loss.
+# We compared the estimate with *rehearsals*: dry runs of torch's CUDA build on a stub CUDA runtime, which allocates memory as a GPU would and computes nothing. We rehearsed small GPT-2s and Llamas on two and four A100. Estimate and rehearsal agreed to the byte, except for 512 unexplained bytes in DeepSpeed's stage 3.
 #
 # With accelerate 1.15 some trainings stop with an error if `fsdp` is on:
 #
@@ -532,7 +533,7 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 # - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter. In stage 3 on two ranks, this copy is only in *total*.
 # - In stage 3, small weights stay whole.
 # - *gradients* has the whole gradient of the word embedding, which does not fit into a bucket. (In the estimate of stage 2 it is there twice.)
-# - A bucket, a buffer, has 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* has buffers. In stage 3 the gradient shard is one.
+# - A bucket is a buffer of 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* has buffers. In stage 3 the gradient shard is such a buffer.
 # - The row *on the host* saves nothing here: a CPU rank's memory is the host's. Its *gradients* has the host's copy of the gradient shard, 4/N bytes.
 #
 # ### What held: bytes
@@ -546,7 +547,8 @@ if libraries:  # DeepSpeed: bytes that a second rank saves / half of the bytes t
     }
 else:  # FSDP2
     saved_parts = {3: (16 - sum(counted(fsdp))) / (16 / 2)}
-note = f"two ranks, {'DeepSpeed' if libraries else 'FSDP2'}: {', '.join(f'stage {n} {part:.2f}' for n, part in saved_parts.items())}"
+parts = ", ".join(f"stage {n} {part:.2f}" for n, part in saved_parts.items())
+note = f"two ranks, {'DeepSpeed' if libraries else 'FSDP2'}: {parts}"
 display(claims.check("zero-saves", min(saved_parts.values()), note=note))
 claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes, note="two ranks, by hand")
 
@@ -813,7 +815,8 @@ def check_choice(answer):
         if able and able.get(pair := answer(ranks, link, pcie), 99) > min(able.values()) + 1e-9:
             fault = "is over its limits" if pair not in able else f"takes {able[pair]:.2f} bytes per parameter"
             return exercises.wrong(
-                f"{ranks} ranks, link {link:.2f}, pcie {pcie:.2f}: {pair} {fault}; the least is {min(able.values()):.2f}"
+                f"{ranks} ranks, link {link:.2f}, pcie {pcie:.2f}: {pair} {fault}; "
+                f"the least is {min(able.values()):.2f}"
             )
     return exercises.right("the least memory in 200 drawn cases")
 
@@ -836,7 +839,7 @@ exercises.prove(check_choice, solution=least, mistake=lambda ranks, link, pcie: 
 # ## Recap
 #
 # - **Memory:** sharding states, gradients and weights left the losses of one process unchanged. By the formula, two ranks store 12, 10 and 8 bytes per parameter in stages 1, 2 and 3, instead of 16.
-# - **Traffic:** stages 1 and 2 send 2 times the weights, as DDP does; stage 3 sends 3 times the weights.
+# - **Traffic:** by the formula, stages 1 and 2 send 2 times the weights, as DDP does; stage 3 sends 3 times.
 # - **Activations:** no stage makes them smaller, because each rank computes all layers for its own samples (16 of the 32 here).
 # - **Libraries:** FSDP2 stores what our stage 3 stores. DeepSpeed adds an fp32 copy of the shard, 4/N bytes per parameter.
 # - **Offload:** if states are in a file, the system can drop their 8 bytes per parameter from memory.

@@ -72,8 +72,9 @@ exercises.question(
     "faster",
     "A model fits one device. Does distributing it over two make training faster?",
     {
-        "yes, each device has half of the work": "Half of the work, but when? Stages wait for each other, and shards of a "
-        "matrix wait for a sum in every layer. There is a gain only if the waiting is short compared with the work.",
+        "yes, each device has half of the work": "Half of the work, but when? Stages wait for each other, and shards "
+        "of a matrix wait for a sum in every layer. There is a gain only if the waiting is short compared with "
+        "the work.",
         "it may, but that is not what it is for": "It is for models that do not fit. A model that fits is usually "
         "trained faster by data parallelism: its replicas exchange messages once per step, not in every layer.",
         "no, it never can": "Two devices that both work are faster than one. How much of the time they do is measured "
@@ -111,9 +112,11 @@ exercises.question(
     "order",
     "The pair above splits the first matrix by columns and the second by rows. Why not the other way round?",
     {
-        "the matrices would not fit together": "They would: the sum of the first two results could be split for the second.",
+        "the matrices would not fit together": "They would: the sum of the first two results could be split for "
+        "the second.",
         "gelu needs the sum, so there would be a message between them": "Split by rows, the first matrix gives two "
-        "partial sums, and gelu(a) + gelu(b) is not gelu(a + b). Split by columns, it gives each rank finished outputs.",
+        "partial sums, and gelu(a) + gelu(b) is not gelu(a + b). Split by columns, it gives each rank finished "
+        "outputs.",
     },
     right="gelu needs the sum, so there would be a message between them",
 )
@@ -849,7 +852,7 @@ def three_d(task, grid=(2, 2, 2), micro_batches=4):
 def traffic_formula(width, layers, weights, tokens, pipeline, micro_batches, size=4):
     """Return (messages per step, bytes of each) that a rank of the first stage sends in each of its groups."""
     passed = size * width * tokens // micro_batches  # activations of a micro-batch, or their gradient
-    sums = (4 * layers // pipeline + 1) * micro_batches  # 2 in forward and 2 in backward per block, 1 per embedding
+    sums = (4 * layers // pipeline + 1) * micro_batches  # 2 in forward and 2 in backward per block, 1 for the embedding
     return {"tensor": (sums, passed), "pipeline": (micro_batches, passed), "data": (1, size * weights)}
 
 
@@ -888,7 +891,7 @@ rows = [[ranks, *(f"{size:.3f}" if size else "not possible" for size in sizes)] 
 plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of weights on the fullest rank")
 
 # %% [markdown]
-# The formulas give the messages that were counted, and the losses are those of one device. So the table *GB per step* applies the formulas to a large model: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (Our loop sums each gradient separately, so the row *data* counts one message per parameter tensor. DDP joins them in buckets.)
+# The formulas give the messages that were counted, and the losses are those of one device. The table *GB per step* applies the formulas to a large model: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (Our loop sums each gradient separately, so the first table's row *data* counts one message per parameter tensor. DDP joins them in buckets.)
 #
 # ### When does a link hold the devices up?
 #
@@ -897,7 +900,7 @@ plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of 
 # - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. Backward takes at least as long as this sum if each replica has **F / B tokens** or more.
 # - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers of 2 bytes. A ring sends each sum 2 (n - 1) / n times: in all 8 x width x (n - 1) / n bytes. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic if *n* is **1 + 3 x width x B / F**.
 #
-# The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism it is the number of heads (4 here) and the fast link, for the pipeline the number of blocks (4) and the bubble.
+# The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism the number of heads (4 here) and the fast link, for the pipeline the number of blocks (4) and the bubble.
 #
 # ## What held
 #
@@ -1000,7 +1003,7 @@ exercises.prove(check_cut, solution=cheapest, mistake=most_even)
 #
 # - A block split through its matrices and a model split into stages had the gradients of the whole model, with half its weights on each rank.
 # - Tensor parallelism sends sums of activations in every layer, a pipeline one message per micro-batch, data parallelism one sum of gradients per step. In the grid of eight ranks a rank sent 2.36 MB, 0.26 MB and 0.86 MB per step. The group that sends most gets the fast link.
-# - Two stages with one micro-batch are idle 50 % of the time; with eight the formula gives 11 %. More micro-batches shrink the bubble, but also their matmuls.
+# - Two stages with one micro-batch are idle 50 % of the time; with eight the formula gives 11 %. More micro-batches shrink the bubble, but their matmuls are smaller.
 # - 1F1B has the same bubble as GPipe and stores less: the first of four stages held 4 micro-batches instead of 8.
 # - If a model fits, replicas are usually faster: 1.70 times one device, against 1.43 with the best pipeline and 1.21 with tensor parallelism, whose interval includes 1 (AMD EPYC, 2 cores, 2026-11-29).
 
