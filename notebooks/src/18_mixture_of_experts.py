@@ -52,14 +52,14 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # In a transformer most parameters belong to the feed-forward networks (FFNs), and every token is multiplied by all of them. A **mixture of experts** has many FFNs in a layer, the *experts*. A small linear layer, the **gate** (or router), scores them for each token, and only the best *k* compute. The parameters are those of all experts. The arithmetic is that of *k* experts, however many there are. We say that a token *meets* a weight if it is multiplied by it.
 #
-# So the "8 experts" in a model's name do not tell its cost: that needs *k* and the experts' width, too.
+# So the "8 experts" in a model's name do not tell its cost: it depends on *k* and the experts' width, too.
 #
 # ## Predict
 #
 # The usual model, with one FFN per layer, is called *dense*. Below, a small dense model gets 32 experts in place of each FFN. Each expert is half as wide as that FFN, and each token goes to two of them.
 
 # %%
-question = "How many times as much memory does training the mixture take at the peak as training the dense model?"
+question = "At the peak, how many times as much memory does training the mixture take as training the dense model?"
 widgets.predict(lab, "peak", question, "x", 0.5, 40)
 
 # %%
@@ -419,13 +419,13 @@ display(
 # %% [markdown]
 # An expert that is chosen often learns more, and is then chosen more often. With the task's loss alone, a few experts take nearly all tokens, and the others only cost memory. The balancing loss works against that. With 64 experts and so short a training it does not reach an even load.
 #
-# The right picture matters where buffers have a fixed size, as on TPUs. Tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 did so in training. Mixtral drops none, and waits for the busiest expert instead. (Instead of a second loss, DeepSeek-V3 chooses by scores with a bias, and lowers it for an expert with too many tokens.)
+# The right picture matters where buffers have a fixed size, as on TPUs. Tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 dropped tokens in training. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3, almost without a second loss, chooses by scores with a bias, and lowers it for experts with too many tokens.)
 #
 # The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". If you know only a token's place, you guess its expert about as often as if you know nothing. Its word helps most, so "depending on the token" would be right.
 #
 # ## What quality costs
 #
-# The guides name two mixtures that are as good as a large dense model. Each has a *base model*: a smaller dense model with as many weights as a token meets in the mixture. With dozens of experts it is 5 times smaller than the large one, with a few experts 2 to 3 times. Three dense models take part here, named by the width of their FFN:
+# The guides name two mixtures that are as good as a large dense model. Each has a *base model*: a smaller dense model with as many weights as a token meets in the mixture. With dozens of experts it is 5 times smaller than the large one, with a few experts 2 to 3 times. Three dense models take part here (numbers are widths of the FFN):
 #
 # - *160*, against 8 experts, where a token meets a width of 64, 2.5 times smaller. In memory it is compared with 64 experts, too, where a token meets 32, 5 times smaller.
 # - *of equal quality*: the dense model that would end with the loss of the 64 experts. Its FFN width is interpolated between two trained widths.
@@ -612,7 +612,7 @@ print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2
 # %% [markdown]
 # A rank stores half of the experts and never sends them. The experts' gradients are not summed over the ranks either, because each expert has already computed the tokens of all ranks. But these gradients must be divided by the number of ranks, N. Each rank has a loss of its own, the mean over its tokens, and an expert's gradient is the *sum* over the N losses. For other weights DDP takes the *mean* over the N ranks, which is N times smaller. AdamW would hide the difference, because it divides by the gradient's size; clipping by the norm would not.
 #
-# The last column's formula is: tokens of a rank x *k* x width x bytes per number x (N - 1) / N. It holds if the choice of experts is even. If the two ranks' dispatches differ, it is not: the rank that sends less has the more popular experts, so more of its own tokens stay. It also receives and computes more, and the other rank waits for it.
+# The last column's formula is: tokens of a rank x *k* x width x bytes per number x (N - 1) / N. It holds if the choice of experts is even. If the two ranks' dispatches differ, it is uneven: the rank that sends less has the more popular experts, so more of its own tokens stay. It also receives and computes more, and the other rank waits for it.
 #
 # ## What held
 #

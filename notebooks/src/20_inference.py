@@ -201,7 +201,7 @@ print(f"graphs with a static cache: {compiled}; where all devices are allowed: {
 #
 # ## Four bits per weight
 #
-# **Quantized** weights are stored in few bits: `int8` takes 8 and `nf4` takes 4, and a scale turns them back into the weights. int8 has one scale per row of the matrix. In nf4 each block of 64 weights shares one scale, the block's largest absolute value in fp32. A scale is 32 bits for 64 weights, half a bit per weight. bitsandbytes stores weights in this way, and works on a CPU. With *double quantization* it quantizes the scales too.
+# **Quantized** weights are stored in few bits: `int8` takes 8 and `nf4` takes 4, and a scale turns them back into the weights. int8 has one scale per row of the matrix. In nf4 each block of 64 weights shares one scale, the block's largest absolute value in fp32. A scale is 32 bits for 64 weights, half a bit per weight. bitsandbytes stores weights in both ways, and works on a CPU. With *double quantization* it quantizes the scales too.
 
 
 # %%

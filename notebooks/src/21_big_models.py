@@ -3,7 +3,7 @@
 #
 # Your checkpoint has 14 GB and your machine 16 GB. It should fit, but one way of loading it is killed and another one works. And once the model runs, with some of its layers on disk, can you also train it?
 #
-# **Time:** about 40 minutes; the cells compute for about 20 s. **Before it:** lesson 01 (memory of a step). Lesson 25, later, has more on four bits. **Machine:** this lesson is about the memory of the computer itself (the *host*), not of a GPU. So everything runs on the CPU, also if you have a GPU. The memory figures need Linux. Layers that are not in memory are called *offloaded*. Here they wait on disk; the lesson does not measure layers that wait in the CPU's memory until a GPU needs them.
+# **Time:** about 40 minutes; the cells compute for about 20 s. **Before it:** lesson 01 (memory of a step). Lesson 25, later, has more on four bits. **Machine:** this lesson is about the memory of the computer itself (the *host*), not of a GPU. So everything runs on the CPU, also if you have a GPU. The memory figures need Linux. Layers that wait elsewhere until they compute are called *offloaded*. Here they wait on disk; the lesson does not measure layers that wait in the CPU's memory until a GPU needs them.
 #
 # **You will see**
 # - how many copies of the weights the usual way of loading holds, and where the weights are when a library seems to hold none
@@ -462,7 +462,7 @@ for name, run in runs.items():
         print(f"; layers {', '.join(untouched)} did not change" if untouched else "")
 
 # %% [markdown]
-# There is no error and no warning, and the loss falls. It may even end lower than with all layers in memory, so it does not show the fault. (In a terminal you would see two messages, that some parameters are on the meta device, and that the Trainer does not move the model to its device. Neither says that these parameters are not trained.) The half in memory learnt, while the half on disk stayed as it was.
+# There is no error and no warning of the fault, and the loss falls. It may even end lower than with all layers in memory, so it does not show the fault. (In a terminal you would see two messages, that some parameters are on the meta device, and that the Trainer does not move the model to its device. Neither says that these parameters are not trained.) The half in memory learnt, while the half on disk stayed as it was.
 #
 # ## Why
 #

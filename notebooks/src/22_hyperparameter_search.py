@@ -36,7 +36,7 @@ lab = Lab(profile, strict=strict, out=out, lesson="22_hyperparameter_search")
 claims = Claims(lab)
 temporary = tempfile.TemporaryDirectory()
 torch.set_num_threads(1)  # in this notebook's own process, where all tensors are small
-gc.freeze()  # garbage collection, three times after each trial, skips all objects that exist now
+gc.freeze()  # garbage is collected three times after each trial: skip all objects that exist now
 no_optuna = optional_packages.offer("optuna")
 if not no_optuna:
     import optuna
@@ -116,7 +116,7 @@ def score(model, data=validation):
 # %% [markdown]
 # ## Luck, before it is seen
 #
-# If scores follow a bell curve, the lead of the best of `n` over the mean, in standard deviations, depends only on `n`. To predict it, draw `n` random numbers, take the largest, and average it over many such draws. (A bell curve is symmetric: the smallest is as far from the mean as the largest. The largest of `n` draws is called an **order statistic**.) Then compare with the measurement.
+# If scores follow a bell curve, the lead of the best of `n` over the mean, in standard deviations, depends only on `n`. To predict it, draw `n` random numbers from such a curve, take the largest, and average it over many such draws. (A bell curve is symmetric: the smallest is as far from the mean as the largest. The largest of `n` draws is called an **order statistic**.) Then compare with the measurement.
 
 
 # %%
@@ -452,7 +452,7 @@ if not no_optuna:
             print("ValueError:", error)
 
 # %% [markdown]
-# **Four.** You search the seed too, as the library's own default space does, and then train again with the winning settings. The library's example notebooks do it in two lines: set each hyperparameter in `trainer.args`, and call `train()`. The second cell also trains each trial again, alone, with two seeds: the trial's own, and that of the trial before it.
+# **Four.** You search the seed too, as the library's own default space does, and then train again with the winning settings. The library's example notebooks do it in two lines: set each hyperparameter in `trainer.args`, and call `train()`. The second cell below also trains each trial again, alone, with two seeds: the trial's own, and that of the trial before it.
 
 
 # %%

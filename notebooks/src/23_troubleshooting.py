@@ -570,7 +570,7 @@ ward("Third ward: memory", memory, [slice(11, 16)], capacities)
 #
 # ### Much memory is free, and it runs out
 #
-# Our simulated card counts bytes. A real allocator takes *segments* from the card, and cuts blocks from them for tensors. If batches change their lengths, free blocks are too small for the next tensor, and the allocator takes another segment. The error then says that much memory is "reserved by PyTorch but unallocated", and advises `expandable_segments:True`: segments that grow in place. No batch is too large in this case. Its sign is a large difference between reserved and allocated bytes, which the five faults above do not show.
+# Our simulated card counts bytes. A real allocator takes *segments* from the card, and cuts blocks from them for tensors. If batches change their lengths, free blocks are too small for the next tensor, and the allocator takes another segment. The error then says that much memory is "reserved by PyTorch but unallocated", and advises `expandable_segments:True`: segments that grow in place. No batch is too large in this case. The sign of this fault is a large difference between reserved and allocated bytes, which the five faults above do not show.
 #
 # > **On a GPU:** the second code cell below measures this. Without a GPU the course's estimate applies the allocator's own rules.
 #
@@ -879,7 +879,7 @@ claims.check("oom-fragments", ratio if on_gpu else None, note=reason)
 # %% [markdown]
 # ## Exercise: three at once
 #
-# The script below runs, but three things are wrong with it. Its task is to predict, after four given words, the twelve that follow, with a new head: `new_head(model)` puts an untrained output layer into the model. Write a repaired copy under another name, e.g. `repaired(watch, epochs=10)`, that returns its model: the check still needs `job`. It passes if
+# The script below runs, but three things are wrong with it. Its task is to predict, after four given words, the twelve that follow, with a new head: `new_head(model)` puts an untrained output layer into the model. Write a repaired copy that returns its model. Give it another name, e.g. `repaired(watch, epochs=10)`: the check still needs `job`. The copy passes if
 #
 # - the loss on unseen answers is below 1;
 # - the tool calls it healthy;

@@ -322,7 +322,7 @@ plots.Table(["what is installed or set", "ready to build", "compiler found, or w
 # 3. NVIDIA's toolkit, in the CUDA version that torch was built with
 # 4. the compiler from pip, with `CUDA_HOME` set and that symbolic link.
 #
-# The guides also name PyTorch's conda builds, which contained the toolkit. Torch 2.5 was the last release with such builds.
+# The guides also name PyTorch's conda builds, which contained the toolkit. PyTorch 2.5 was the last release with such builds.
 #
 # ## Shapes that stay
 #
@@ -407,7 +407,7 @@ claims.check("pad-to-multiple", padded, missing=uncompiled)
 # %% [markdown]
 # ## What cannot be measured here
 #
-# Sockets, prices and discontinued products cannot be measured. The course lists the guides' statements about them all the same, so that none is forgotten. (A *pigtail* is a cable with two plugs. An *index* is the documentation's overview of performance, of that year.) Replace the right side of `prices` in the next cell by your prices per hour, and the ceilings tell you which card trains a token for the least money. (The dict in its comment shows the form.) But a data sheet's ceiling is not your utilization.
+# Sockets, prices and discontinued products cannot be measured. The course lists the guides' statements about them all the same, so that none is forgotten. (A *pigtail* is a cable with two plugs. In the boxes, *2022 index* and *2024 index* are the documentation's overviews of performance in these years.) Replace the right side of `prices` in the next cell by your prices per hour, and the ceilings tell you which card trains a token for the least money. (The dict in its comment shows the form.) But a data sheet's ceiling is not your utilization.
 
 # %% tags=["claim"]
 prices = dict.fromkeys(sheet)  # {"T4": 0.35, "A100 40 GiB": ..., "H100 SXM": ...}, yours
@@ -421,7 +421,7 @@ for id in ("tpu-tensorflow", "xla-tensorflow", "specialized-hardware"):
 # %% [markdown]
 # ## Explore
 #
-# `price` is the price of an H100 as a multiple of the price of an A100. `used` is the utilization on the H100, in percent of that on the A100. For example, at 75 a code that uses 40 % of the A100's ceiling uses 30 % of the H100's. (A faster card is harder to keep busy.) Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
+# `price` is the price of an H100 as a multiple of the price of an A100. `used` is the utilization on the H100, in percent of that on the A100. For example, at 75 a program that uses 40 % of the A100's ceiling uses 30 % of the H100's. (A faster card is harder to keep busy.) Where the curve is below 100 % of the A100's price per token, the H100 is the cheaper card.
 
 
 # %% tags=["widget"]
@@ -586,7 +586,7 @@ exercises.prove(
 # - *Reading a "GPU-Util" of 100 % as "the card is well used".* That number says that some kernel ran. Clocks, their reasons and the utilization of lesson 02 say how well.
 # - *Expecting the 1,979 TFLOP/s of the H100's data sheet.* That rate needs sparsity: half of the weights are zero. Yours are not.
 # - *Using one cable with two plugs (a pigtail) for a card with two power sockets.* Both sockets then share the power of one cable. Use one cable per socket.
-# - *Renting the cheapest card per hour.* In the exercise the cheapest one was too small, and the second cheapest cost more in total.
+# - *Renting the cheapest card per hour.* It may be too small, or so slow that the training costs more in total: compare the offers of the exercise.
 # - *Trying to build a CUDA extension because pip installed CUDA.* pip installed what an extension needs to run, not all that is needed to build it.
 #
 # ## Recap

@@ -643,7 +643,7 @@ exercises.prove(check, solution=1.05 * tokens, mistake=tokens / 8)  # as if the 
 # - *Choosing QLoRA because it is smaller than LoRA.* Compare the peaks, after the preparation.
 # - *Merging into the quantized base.* What the adapters learnt is rounded to 16 values.
 # - *Using full training's learning rate.* Adapters want a larger one, often about ten times as large. (This lesson tried rates that are three times as large.)
-# - *Reading "trainable: 0.1 %", which peft prints, as a thousandth of the memory.* It is a thousandth of gradients and optimizer states only.
+# - *Reading "trainable%: 0.1", which peft prints, as a thousandth of the memory.* It is a thousandth of gradients and optimizer states only.
 #
 # ## Recap
 #
