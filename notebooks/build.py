@@ -107,6 +107,8 @@ def recorded_text(lesson: str, results: Path = HERE.parent / "results") -> str:
             head = f"On {data['machine']['name']} ({versions}, profile {data['profile']}, {data['date'][:10]}):"
             lines = [f"| `{claim['id']}` | {claim['verdict']} | {measured_text(claim)} |" for claim in rows]
             parts.append("\n".join([head, "", "| claim | verdict | measured |", "|---|---|---|", *lines]))
+    if any("held to" in part for part in parts):
+        parts.append("*Held to* an instruction set: the environment allowed torch's libraries no newer CPU instructions.")
     if changed:
         parts.append(f"Left out: {changed} {'verdicts' if changed > 1 else 'verdict'} by rules that have changed since.")
     return "\n\n".join(["**What recorded runs measured**, to compare with yours.", *parts]) if parts else ""

@@ -964,7 +964,7 @@ exercises.prove(check, solution=1e3 * whole, mistake=1e3 * reference)  # as many
 # - **Backward has exactly 2 times the matmul FLOPs of forward.** In time the factor was 1.93 without dropout, and 1.26 with it.
 # - **100 % utilization means that something ran.** A loop that only counts reaches it.
 #
-# Before you optimize, place your step on the roof. Bound by arithmetic: use a faster precision (lesson 07). Bound by bandwidth: move fewer bytes, by fusing (lesson 11) or by 16 bits. Bound by neither: use larger batches (lesson 04). (In the records below, *held to AVX512_CORE* means: limited to these older CPU instructions.)
+# Before you optimize, place your step on the roof. Bound by arithmetic: use a faster precision (lesson 07). Bound by bandwidth: move fewer bytes, by fusing (lesson 11) or by 16 bits. Bound by neither: use larger batches (lesson 04).
 
 # %% tags=["finish"]
 claims.finish()

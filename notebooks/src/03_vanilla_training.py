@@ -598,7 +598,7 @@ exercises.prove(check, solution=(word, ratio), mistake=("unclipped", once))
 # - **A vanilla training takes many times the bytes of its weights**: 9.2 times on an AMD EPYC with 2 cores (2026-11-29); your verdict above has your figure.
 # - **The time of one and the same code varies**, so a ratio needs an interval. "Faster" means that the whole interval is on one side of 1; otherwise the effect is too small to tell. On a CPU no effect below a factor of 1.05 counts.
 #
-# Next: lesson 04 changes the first real thing, the size of the batch. (In the records below, *held to AVX512_CORE* means that torch was allowed to use only this older set of CPU instructions.)
+# Next: lesson 04 changes the first real thing, the size of the batch.
 
 # %% tags=["finish"]
 claims.finish()

@@ -740,9 +740,7 @@ exercises.prove(
 # - **An update inside backward needs no full set of gradients** (4 bytes per parameter), at the same losses. It rules out accumulation, clipping by the global norm, and a loss scaler.
 # - **The Trainer refuses 2 of the 5 names of the guide's list.** The optimizers that it can make here are in one table; states, peak, time and loss each rank them differently.
 #
-# The default, fused, is the right choice nearly everywhere: steps of 1 x 32 tokens were 1.92 times as fast as with the quickest other AdamW. Change it for memory (lessons 08 and 09), not for speed.
-#
-# (In the records below, *held to AVX512_CORE* means that oneDNN, a library that runs torch's matmuls on a CPU, was allowed to use only this older set of CPU instructions.)
+# The default, fused, is the right choice nearly everywhere: steps of 1 x 32 tokens were 1.92 times as fast as with the fastest other AdamW. Change it for memory (lessons 08 and 09), not for speed.
 
 # %% tags=["finish"]
 claims.finish()
