@@ -108,9 +108,9 @@ def recorded_text(lesson: str, results: Path = HERE.parent / "results") -> str:
             lines = [f"| `{claim['id']}` | {claim['verdict']} | {measured_text(claim)} |" for claim in rows]
             parts.append("\n".join([head, "", "| claim | verdict | measured |", "|---|---|---|", *lines]))
     if any("held to" in part for part in parts):
-        parts.append("*Held to* an instruction set: the environment allowed torch's libraries no newer CPU instructions.")
+        parts.append("*Held to* an instruction set: the environment allowed torch no newer CPU instructions.")
     if changed:
-        parts.append(f"Left out: {changed} {'verdicts' if changed > 1 else 'verdict'} by rules that have changed since.")
+        parts.append(f"Left out because the claim's rule has changed since: {changed} of the verdicts.")
     return "\n\n".join(["**What recorded runs measured**, to compare with yours.", *parts]) if parts else ""
 
 
@@ -208,7 +208,8 @@ def _lost(source):
     with suppress(SyntaxError):
         tree = ast.parse(source)
         calls = (node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
-        return [name for node in calls if node is not tree.body[-1] and (name := ast.unparse(node.value.func)) in RESULTS]
+        lost = (ast.unparse(node.value.func) for node in calls if node is not tree.body[-1])
+        return [name for name in lost if name in RESULTS]
     return []
 
 

@@ -814,10 +814,8 @@ def check_choice(answer):
         able = {pair: cost[0] for pair, cost in every.items() if cost[1] <= link and cost[2] <= pcie}
         if able and able.get(pair := answer(ranks, link, pcie), 99) > min(able.values()) + 1e-9:
             fault = "is over its limits" if pair not in able else f"takes {able[pair]:.2f} bytes per parameter"
-            return exercises.wrong(
-                f"{ranks} ranks, link {link:.2f}, pcie {pcie:.2f}: {pair} {fault}; "
-                f"the least is {min(able.values()):.2f}"
-            )
+            question = f"{ranks} ranks, link {link:.2f}, pcie {pcie:.2f}"
+            return exercises.wrong(f"{question}: {pair} {fault}; the least is {min(able.values()):.2f}")
     return exercises.right("the least memory in 200 drawn cases")
 
 
