@@ -150,6 +150,7 @@ def test_what_fits_one_card_is_replicated(large, small):
     assert large["one card"].choice == "one card" and large["one card"].bytes_a_step == 0
 
 
+@pytest.mark.nightly
 def test_if_replicas_do_not_fit_the_model_is_sharded(large):
     assert large["one host"].choice == "FSDP"
 

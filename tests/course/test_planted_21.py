@@ -103,6 +103,7 @@ class TestMemory:
             lesson.share(unchanged, "loaded") < 0.5 < lesson.share(unchanged, "held")
         )  # without an answer it is laziness
 
+    @pytest.mark.nightly
     def test_a_flag_that_did_what_it_says_would_hold(self, lab, lesson):
         usual, mapped = (self.peak(lab, lesson, way) for way in (lesson.usual, lesson.mapped))
         assert verdict("load-twice", usual) is HOLDS

@@ -66,6 +66,7 @@ class TestSameGradients:
         assert run.ok, run.message
         return run
 
+    @pytest.mark.nightly
     def test_sums_that_are_not_divided_stop_the_lesson_though_the_losses_agree(self, lab):
         one, right = self.value(lab, 1, 0), self.value(lab, 2, 2)
         wrong = self.value(lab, 2, 2, ("own = own.div_(self.ranks)", "own = own"))

@@ -272,6 +272,7 @@ OF_ACCUMULATION = (
     [{"dataset_size": 9}, *(pytest.param(each, marks=pytest.mark.nightly) for each in OF_ACCUMULATION)],
     ids=str,
 )
+@pytest.mark.nightly
 def test_micro_batches_that_are_not_traced_ask_for_what_those_like_them_did(options):
     # What they leave of the allocator's free blocks decides whether a later one is cut: GPT-2, 4 x 512 tokens, 512 B.
     few, all_ = (processes.call(changes, each, options, timeout=300) for each in (False, True))

@@ -75,6 +75,7 @@ def test_adapters_are_saved_and_loaded():
     assert "loading" in memory.phases
 
 
+@pytest.mark.nightly
 def test_metrics_keep_the_predictions_of_all_samples_and_accumulation_of_a_few():
     found = {}
     for name, more in {"loss": {}, "metrics": METRICS, "few": METRICS | {"eval_accumulation_steps": 2}}.items():

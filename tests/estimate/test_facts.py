@@ -42,7 +42,7 @@ def test_facts_of_other_variables_and_damaged_files_are_left_out(folder, monkeyp
     assert facts.load() == {}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), "cuda"])
 def test_an_estimate_that_knows_all_operations_says_the_same_and_finds_out_nothing(folder, monkeypatch, device):
     def estimated():
         monkeypatch.setattr(api, "_made", {})  # this process estimates an equal question only once

@@ -155,6 +155,7 @@ def test_a_mask_that_pads_nothing_is_seen_to_pad_nothing(here):
     assert here(masks, True) == [64 * 30 + 64 * 64] * 2
 
 
+@pytest.mark.nightly
 def test_a_deterministic_training_takes_what_the_estimate_says(a100):
     task = Task("bert-tiny", seq_len=8, config={"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100})
     recipe = {"full_determinism": True, "bf16": True, "per_device_train_batch_size": 4}
@@ -264,6 +265,7 @@ def grouped():
     return allocated[1:]
 
 
+@pytest.mark.nightly
 def test_a_grouped_matmul_with_unknown_groups_asks_for_workspaces_too(here):
     unknown, known = here(grouped)
     assert unknown == known
