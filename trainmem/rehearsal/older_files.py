@@ -70,7 +70,7 @@ class OlderFiles:
 
     def open(self, plain: Callable, file: Any, mode: str = "r", *args, **kwargs) -> Any:
         """Open a file with `plain`, Python's `open`; if the mode writes, keep the earlier file."""
-        if isinstance(file, str | os.PathLike) and isinstance(mode, str):
+        if isinstance(file, str | os.PathLike) and isinstance(mode, str) and {*mode} & {"a", "w"}:
             name = _absolute(file)
             if "a" in mode and self.is_older(name) and os.path.isfile(name):
                 shutil.copy2(name, copy := _unused(name))

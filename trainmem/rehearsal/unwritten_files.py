@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from trainmem.rehearsal.marked_files import MARK, has_mark
-from trainmem.rehearsal.older_files import OlderFiles
+from trainmem.rehearsal.older_files import OlderFiles, moved
 
 
 class Files:
@@ -61,8 +61,8 @@ class Files:
         old, new = (os.path.abspath(os.fspath(path)) for path in (src, dst))
         if old in self.older.opened and has_mark(old):
             self.saved.add(old)
-        moved = {new + name[len(old) :] for name in self.saved if name == old or name.startswith(old + os.sep)}
-        self.saved = self.saved - {new} | moved
+        self.saved -= {new}
+        self.saved |= moved(self.saved, old, new)
         return plain(src, dst, *args, **kwargs)
 
 
