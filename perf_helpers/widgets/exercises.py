@@ -162,17 +162,16 @@ def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> F
         RuntimeError: the check does not call the solution "right", the mistake "wrong", and None "not attempted"; or
             the mistake's run failed, so that the check has judged nothing.
     """
-    token = _is_author.set(True)
+    token, unproved = _is_author.set(True), None
     try:
         for answer, expected in ((None, "not attempted"), (mistake, "wrong"), (solution, "right")):
             feedback = _judgement(check, answer)
             is_unknown = feedback.status == "not measured" and answer is not None
             if (feedback.status != expected and not is_unknown) or feedback.has_failed:
-                raise RuntimeError(
-                    f"this check calls {answer!r} {feedback.status} instead of {expected}: {feedback.text}"
-                )
+                raise RuntimeError(f"this check calls {answer!r} {feedback.status}, not {expected}: {feedback.text}")
+            unproved = feedback if is_unknown else unproved
         folded = f"<details><summary>What the solution gives</summary>{feedback._repr_html_()}</details>"
-        return feedback if feedback.status == "not measured" else Feedback("right", "", folded)
+        return unproved or Feedback("right", "", folded)
     finally:
         _is_author.reset(token)
 

@@ -130,6 +130,13 @@ def test_a_check_is_held_against_its_solution_and_a_mistake():
         exercises.prove(lambda answer: exercises.right("always"), solution=4, mistake=5)
 
 
+@pytest.mark.parametrize("unknown", [4, 5])
+def test_nothing_is_proved_while_the_solution_or_the_mistake_is_not_measured(unknown):
+    judge = {None: exercises.not_attempted(), 4: exercises.right("ok"), 5: exercises.wrong("no")}
+    judge[unknown] = exercises.not_measured("it needs a GPU")
+    assert exercises.prove(judge.get, solution=4, mistake=5).status == "not measured"
+
+
 # ---- hints
 
 
