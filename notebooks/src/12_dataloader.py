@@ -207,7 +207,7 @@ both = {name: total(bars, "wait", "train") for name, bars in by_hand.items()}
 for kind in ("waits", "computes"):
     saved = [1 - both[f"{kind}, {helper}"] / both[f"{kind}, no help"] for helper in ("a thread", "a worker")]
     changed = ", with a worker ".join(f"{abs(part):.0%} {'shorter' if part > 0 else 'longer'}" for part in saved)
-    print(f"The reader {kind}: with a thread a step was {changed}.")
+    print(f"The reader {kind}. Waiting and training together: with a thread {changed}.")
 rows = [
     [name, f"{1e3 * total(bars, 'wait'):.1f}", f"{1e3 * total(bars, 'train'):.1f}", f"{1e3 * both[name]:.1f}"]
     for name, bars in by_hand.items()
@@ -393,7 +393,7 @@ plots.Table(["prefetch_factor", "waiting, by the rules", "waiting, measured"], r
 #
 # ## What each worker gets a copy of: random generators and streams
 #
-# A fork also copies the state of every random generator. Do all workers draw the same numbers then? This was once a famous bug of data augmentation. In the next cell, each of four workers draws once per epoch from each of four sources. In two epochs these are 8 draws per source. Look for a source with fewer than 8 different numbers.
+# A fork also copies the state of every random generator. Do all workers draw the same numbers then? In the next cell, each of four workers draws once per epoch from each of four sources. In two epochs these are 8 draws per source. Look for a source with fewer than 8 different numbers.
 
 
 # %%
@@ -482,7 +482,8 @@ def tokenised(_):
 
 once, *epoch = lab.run(tokenised, measure=("none",)).value
 saved = epoch[0] - epoch[2]
-print(f"done once: {once:.2f} s,", f"paid back after {once / saved:.1f} epochs" if saved > 0 else "never paid back")
+paid = f"paid back after {once / saved:.1f} epochs" if saved > 0 else "never paid back"
+print(f"done once: {once:.2f} s; with rows as tensors, {paid}")
 names = ["for each batch", "before, rows as lists", "before, rows as tensors"]
 plots.Table(["tokenised", "CPU ms per batch of 16"], [[name, 1e3 * cpu / 125] for name, cpu in zip(names, epoch)])
 
@@ -555,7 +556,7 @@ plots.Table(["batches", "share of padding", "tokens per second, padding not coun
 # %% [markdown]
 # Sequences of similar length fill their rectangle well. The price is an order that is less random: a batch has only long or only short sequences.
 #
-# Packed rows keep the order and need hardly any padding. The price is the mask: it has a value for each pair of tokens in a row, not for each token. And if a model gives one answer per row, it needs to know where each sequence begins. This is why packing is used mostly for language models.
+# Packed rows keep the order and need hardly any padding. The price is the mask: it has a value for each pair of tokens in a row, not for each token. Besides, a classifier gives one answer per row, but a packed row has several sequences. So packing is used mostly for language models, which answer for each token.
 #
 # ## To the GPU
 #
@@ -610,7 +611,7 @@ def utilization(task):  # in percent: [with everything ready, with a slow reader
 # %% [markdown]
 # ## The Trainer's own arguments
 #
-# The first table lists the Trainer's defaults in your version of transformers (without a prefetch factor, torch uses its own: 2). The second one compares two trainings over a data set that waits 15 ms for each sample: one with the defaults, one with two arguments changed. (The step time with workers can be too short: it is the median of four steps. The workers deliver their batches at nearly the same time, so most of these steps need not wait. In a long training, four workers deliver four batches in the loading time of one batch, so a step takes at least a quarter of this time on average.)
+# The first table lists the Trainer's defaults in your version of transformers (without a prefetch factor, torch uses its own: 2). The second one compares two trainings over a data set that waits 15 ms for each sample: one with the defaults, one with two arguments changed. (The step time with workers can be too short: it is the median of four steps. Four workers deliver four batches at nearly the same time, so most of these steps need not wait. The next four batches arrive one loading time later. So in a long training a step takes, on average, at least a quarter of the loading time of a batch: on a CPU 15 ms x 8 samples / 4 = 30 ms.)
 
 
 # %%
@@ -641,7 +642,7 @@ plots.table([alone, helped])
 #
 # Waiting is not computing, so these claims are decided by wall-clock time. Both sides run alternately. Wall-clock time is noisy on a CPU. There, the interval of a ratio reaches at least from the ratio divided by 1.3 to the ratio times 1.3. We chose how slow the reader is; each claim's quantity says so.
 #
-# Do *very* many workers help? Four workers, then sixteen, load from the same slow reader, and the clock starts when all of them have started: if four workers already keep up with the step, sixteen gain nothing. Two more claims are about memory: that of the training itself, and that which the host needs for the workers.
+# Do *very* many workers help? Four workers, then sixteen, load from the same slow reader, and the clock starts when all of them have started: if four workers already keep up with the step, sixteen gain nothing. Two more claims are about memory: the training's own, and the host's memory for the workers.
 
 
 # %% tags=["claim"]
