@@ -52,7 +52,7 @@ task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000, "
 #
 # ### Idea
 #
-# Data parallelism gives each device the whole model and its own part of the batch. All parts have the same size. The gradient of a batch is the mean over its samples (lesson 05), so the mean of the devices' gradients is the gradient of all their samples together. If all devices start with the same weights and apply the same gradient, they stay equal, and weights never have to be sent again.
+# Data parallelism gives each device a copy of the whole model (a *replica*) and its own part of the batch. All parts have the same size. The gradient of a batch is the mean over its samples (lesson 05), so the mean of the devices' gradients is the gradient of all their samples together. If all devices start with the same weights and apply the same gradient, they stay equal, and weights never have to be sent again.
 #
 # The devices here are two processes with half of the CPU's cores each. They communicate through gloo, torch's library for CPUs. Each process is a **rank**.
 #
@@ -235,7 +235,7 @@ widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if k
 #
 # ### When does DDP send, and when does a rank wait?
 #
-# Does DDP send while backward runs? DDP calls a *communication hook* with each full bucket. Our hook notes whether a gradient is still missing then; the next table has the percentage of bytes sent so early.
+# DDP calls a *communication hook* with each full bucket. Our hook notes whether a gradient is still missing then; the next table has the percentage of bytes sent so early.
 #
 # Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. (`TrainingArguments` cannot set this argument, accelerate's `DistributedDataParallelKwargs` can.) The copies take 4 bytes per parameter more: 20 instead of 16 with AdamW. (The next table has 12 instead of 8, because plain SGD has no states.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
 #
@@ -411,7 +411,7 @@ _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[
 #
 # A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces) try both. Each recipe below runs first over a *fast* cable, without limit or delay, then over a worse one. The column *s added* says by how many seconds a step is then longer.
 #
-# - *Few bytes per second*: a large and a small model. The cable is so slow that sending the large model's gradients takes as long as two of its steps over the fast cable.
+# - *Few bytes per second*: a large and a small model. The cable is so slow that sending the large model's gradients takes twice as long as a step of this model over the fast cable.
 # - *Late messages*: a tiny model, over a cable that does not limit the bytes per second, but delivers everything 10 ms later. Three methods train it: DDP; DDP that sends everything twice, in no more messages; and *sharding* of the weights over the ranks, as in ZeRO. Sharding sends more messages and more bytes than DDP. Sending everything twice takes even more bytes. If sharding still waits longer, the messages are the reason.
 
 
@@ -496,7 +496,7 @@ print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s eac
 # %% [markdown]
 # Compare the columns *s added*. With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only part of that. With late messages, the seconds depend on how many messages a step **waits for, one after the other** (*s added / delay* is about this number), and hardly on the bytes. DDP's sum takes several messages. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
 #
-# Under DDP, *MB on the wire* is close to the bytes that a rank hands over. To sum a vector, each of two ranks sends half of its vector to the other, adds the half that it receives to the half that it kept, and sends this sum back. Two halves are one vector. With $n$ ranks, each rank sends $2(n-1)/n$ times the vector, never more than twice.
+# Under DDP, *MB on the wire* is close to the bytes that a rank hands over. To sum a vector, each of two ranks sends half of its vector to the other, adds the half that it receives to the half that it kept, and sends this sum back. So it sends two halves: the bytes of one vector. With $n$ ranks, each rank sends $2(n-1)/n$ vectors, always fewer than two.
 #
 # The last two printed lines repeat calculations from the guide: its two times in percent, 200 steps in 101.9 s as steps per second, and the GB/s of an RTX 3090's NVLink. The guide's links between hosts, InfiniBand and Omni-Path, can be measured only on machines that have them.
 #
@@ -548,7 +548,7 @@ for epoch in (0, 1):
         print(f"epoch {epoch}, rank {rank}: samples {[*sampler]}")
 
 # %% [markdown]
-# The lower lines show how data parallelism divides the samples: with a **distributed sampler**. Each of 2 ranks gets 4 of 7 samples, so one sample is seen twice: all ranks must take the same number of steps. Without `set_epoch` each epoch would have the order of the first. The **effective batch** is micro-batch x accumulation x ranks: more ranks mean a larger batch and fewer steps.
+# The lower lines show how a **distributed sampler** divides the samples. Each of 2 ranks gets 4 of 7 samples, so one sample is seen twice: all ranks must take the same number of steps. Without `set_epoch` each epoch would have the order of the first. The **effective batch** is micro-batch x accumulation x ranks: more ranks mean a larger batch and fewer steps.
 #
 # ### What DP does instead
 #
