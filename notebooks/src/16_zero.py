@@ -351,7 +351,7 @@ for run in runs.values():
 plots.Table(["", "messages in a step", "volume, times the weights", "on the wire"], rows)
 
 # %% [markdown]
-# The printed lines say, from top to bottom:
+# The printed lines, from top to bottom:
 #
 # 1. Before the embeddings run in forward, an all-gather joins their weights. Afterwards each rank keeps only its shard.
 # 2. Backward needs the whole weights again: the same all-gather.
@@ -442,7 +442,7 @@ plots.Table(head, [fsdp_row(run) for run in (runs[3], fsdp, no_reshard)])
 #
 # > **On a GPU:** the Trainer's switch is `TrainingArguments(fsdp=True)`. It needs accelerators: on CPU ranks accelerate 1.15 ignores it and trains with DDP (the lab warns).
 #
-# How much would a GPU need? The estimate traces one rank of FSDP2, and one of DeepSpeed (next section). DeepSpeed stores more than the formula says; the list before *What held: bytes* says why.
+# The estimate traces one rank of FSDP2 on GPUs, and one of DeepSpeed (next section). DeepSpeed stores more than the formula says; the list before *What held: bytes* says why.
 
 
 # %%
@@ -479,7 +479,7 @@ plots.Table(
 #
 # ### The library: DeepSpeed
 #
-# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, an optional package of this course. The function below also shows the guides' deployment in a notebook: with one process there is no launcher, so it sets the launcher's environment variables itself. Beware of one default: DeepSpeed 0.19 clips gradients at 1.0, whatever the Trainer's `max_grad_norm` is. With `"gradient_clipping": "auto"` in its configuration it takes the Trainer's value.
+# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, an optional package of this course. The function below also shows the guides' deployment in a notebook: with one process there is no launcher, so it sets the launcher's environment variables itself. By default, DeepSpeed 0.19 clips gradients at 1.0, whatever the Trainer's `max_grad_norm` is. With `"gradient_clipping": "auto"` in its configuration it takes the Trainer's value.
 
 
 # %%
@@ -532,8 +532,8 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 #
 # - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter. In stage 3 on two ranks, this copy is only in *total*.
 # - In stage 3, small weights stay whole.
-# - *gradients* has the whole gradient of the word embedding, which does not fit into a bucket. (In the estimate of stage 2 it is there twice.)
-# - A bucket is a buffer of 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* has buffers. In stage 3 the gradient shard is such a buffer.
+# - *gradients* also has the whole gradient of the word embedding, which does not fit into a bucket. (The estimate of stage 2 has it twice.)
+# - A bucket is a buffer of 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* has buffers. In stage 3 the gradient shard is a buffer, too, so *gradients* has only the word embedding's gradient.
 # - The row *on the host* saves nothing here: a CPU rank's memory is the host's. Its *gradients* has the host's copy of the gradient shard, 4/N bytes.
 #
 # ### What held: bytes
