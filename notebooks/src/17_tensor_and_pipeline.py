@@ -50,7 +50,7 @@ WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 128, 4, 4, 256, 64
 # %% [markdown]
 # ## Idea
 #
-# Data parallelism (lesson 15) puts the whole model on every device. If the model does not fit there, the model itself must be distributed. There are two ways:
+# Data parallelism (lesson 15) puts a full copy of the model, a *replica*, on every device. If the model does not fit there, the model itself must be distributed. There are two ways:
 #
 # - **Tensor parallelism** splits *through* layers: each rank stores a shard of every matrix, and all ranks work on the same tokens at the same time.
 # - **Pipeline parallelism** splits *between* layers: each rank stores a **stage** (not one of ZeRO's), which is some whole layers, and sends its output to the next rank.
@@ -124,7 +124,7 @@ exercises.question(
 # %% [markdown]
 # So this *pair* of matrices needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a partial sum of the gradient of the pair's input, and one all-reduce adds them up. As in NVIDIA's library Megatron-LM, each end of a pair has a function. `Into`, at the pair's start, passes the input on unchanged in forward, and sums the gradients in backward. `OutOf`, at the pair's end, sums the outputs in forward, and passes the gradient on unchanged in backward. Attention is such a pair, too: query, key and value are split by columns, so that each rank has whole heads, and the output by rows.
 #
-# What do the shards send? The next four cells define a transformer block (attention and MLP) and a rank's shard of it. Then two real processes, connected by gloo, run the block in shards. `Traffic`, the dispatch mode of lesson 15, records the operations that send something to other ranks.
+# The next four cells define a transformer block (attention and MLP) and a rank's shard of it. Then two real processes, connected by gloo, run the block in shards. `Traffic`, the dispatch mode of lesson 15, records the operations that send something to other ranks.
 
 
 # %%
@@ -610,7 +610,7 @@ widgets.revealed(lab, "together", 100 * max(0, 1 - 2 * median(bubble(turn) for t
 #
 # ### What a stage stores
 #
-# Both schedules have the same bubble. So why 1F1B? Because of memory: a stage must *hold* the activations of each micro-batch from its forward to its backward pass. The next cell runs four ranks on the CPU, and the lab's meter counts their activations. The cell after it is the simulator.
+# Both schedules have the same bubble. But 1F1B needs less memory: a stage must *hold* the activations of each micro-batch from its forward to its backward pass. The next cell runs four ranks on the CPU, and the lab's meter counts their activations. After it comes the simulator.
 
 # %%
 STAGES, grown = 4, {}
@@ -925,7 +925,7 @@ display(claims.check("pipeline-parallel-same", max(differences["pipeline, 1F1B"]
 # %% [markdown]
 # ### How far does it go?
 #
-# For the first check both methods train once more, with micro-batches of one sequence, checkpointing and Adafactor. The second compares eight ranks in a grid with one method alone.
+# For the first check both methods train once more, with micro-batches of one sequence, checkpointing and Adafactor. The second compares eight ranks in a grid of stages x shards with one method alone.
 
 # %% tags=["claim"]
 peaks = {}
