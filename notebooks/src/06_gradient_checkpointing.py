@@ -370,7 +370,7 @@ _ = plots.memory(runs)
 #
 # Look closely at how a cost is stated. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice.
 #
-# What would you expect? A backward pass has twice the matmuls of its forward pass, so a step is three parts: one forward, two backward. Recomputing runs the forward again and makes it four parts: 25 % less throughput. But seconds need not follow the matmuls. So the note of each claim about the cost gives two more numbers. The first is the forward's share of the seconds of forward and backward, without the optimizer's update. The second is a prediction from the seconds of all three: with one more forward, which fraction of the throughput is left? Two things change these numbers:
+# What would you expect? A backward pass has twice the matmuls of its forward pass, so a step is three parts: one forward, two backward. Recomputing runs the forward again and makes it four parts: 25 % less throughput. But seconds need not follow the matmuls. So the note of each claim about the cost gives two more numbers. The first is the forward's share of the seconds of forward and backward, without the optimizer's update. The second is a prediction. It takes the seconds of forward, backward and update, adds one more forward, and gives the fraction of the throughput that is left. Two things change these numbers:
 #
 # - Dropout makes the forward pass longer on a CPU, which draws random numbers slowly; on a GPU they take hardly any time. So the runs on a CPU leave dropout out. The note of the second claim about the cost (`checkpointing-cost-2022`) gives the forward's share with dropout.
 # - The optimizer's update takes as long with recomputation as without. The larger the update's share of the step, the smaller the cost in percent. With short sequences this share is larger.
@@ -507,7 +507,7 @@ note = f"by the lab's meter; {slope(depths, growth['segments of √n blocks']):.
 claims.check("checkpointing-sqrt", power, note=note)
 
 # %% [markdown]
-# The 2022 guide promises the square root for the library's flag as well, and the 2023 guide says that only a fraction of the activations is computed again. So we count two things for a BERT under the flag: how the bytes that wait for backward after the forward pass grow with the number of layers, and how many of its layers run twice. The third claim needs no new count: it uses the matmuls of *all forgotten* from above.
+# The 2022 guide promises the square root for the library's flag as well, and the 2023 guide says that only a fraction of the activations is computed again. The next cell decides three claims. For the first two it counts, in a BERT under the flag, how the bytes that wait for backward after the forward pass grow with the number of layers, and how many of its layers run twice. The third claim is about *forget all*, and uses the matmuls that were counted above.
 
 
 # %% tags=["claim"]
@@ -532,7 +532,7 @@ claims.check("checkpointing-forget-all", more_matmuls)
 # %% [markdown]
 # ## Explore
 #
-# Apply the formula to any number of layers and any inside. You saw above how large the inside of a transformer layer is. From how many layers on is the minimum of *together* at more than one layer per segment?
+# Apply the formula to any number of layers and any inside. You saw above how large the inside of a transformer layer is. The curve *together* is the sum of the other two: the kept checkpoints and the insides. For each number of layers, find the minimum of this curve. From how many layers on do you need more than one layer per segment to reach it?
 
 
 # %% tags=["widget"]

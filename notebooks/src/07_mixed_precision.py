@@ -58,7 +58,7 @@ print(f"{lab.machine.name}: mixed precision is {mixed}")
 #
 # A floating-point number has a sign, an exponent (which power of two) and a mantissa (the digits). The picture shows the bits of one number as they are stored. tf32 is never stored: it is fp32 whose last mantissa bits are left out inside a matmul (13 of them on Ampere, NVIDIA's first GPUs with tf32).
 #
-# The printed line tries the 2023 guide's largest fp16 number, 65535, and three smaller ones. The table below it shows how large a number can get, and from which number on adding 1 changes nothing.
+# The printed line tries the 2023 guide's largest fp16 number, 65535, and three smaller ones. The table below it shows how large a number can get, and at which number a sum of ones stops growing.
 
 
 # %%
@@ -94,7 +94,7 @@ def largest(dtype, integer, mantissa):
 
 
 def stall(dtype):
-    """Return the power of two from which on n + 1 is n."""
+    """Return the number at which a running sum of ones stops growing: the first power of two n with n + 1 == n."""
     n = torch.ones((), dtype=dtype)
     while n + 1 != n:
         n = n * 2
@@ -108,7 +108,7 @@ for name, (dtype, _, _) in forms.items():  # the library must say the same
     torch.testing.assert_close(limits[name][0], torch.finfo(dtype).max, rtol=0, atol=0)
 print("65504, 65519, 65520 and 65535 in fp16:", torch.tensor([65504.0, 65519.0, 65520.0, 65535.0]).half().tolist())
 rows = [[name, f"{top:.6g}", f"{end:.0f}"] for name, (top, end) in limits.items()]
-plots.Table(["format", "largest number", "n + 1 is n from"], rows)
+plots.Table(["format", "largest number", "a sum of ones stops at"], rows)
 
 # %% [markdown]
 # The next picture shows the range of each format, from its smallest positive number to its largest. (Numbers in the lighter part, *subnormal* ones, have fewer digits.) Two values are marked: a gradient of 2e-8, and an activation of 66246 that a user met in the language model T5. Which format holds which of them?
@@ -131,11 +131,11 @@ _ = ax.set_title("Range of the formats", loc="left")
 # %% [markdown]
 # fp16 holds neither of them. 66246 becomes `inf`, and from an `inf` the next operations make `nan`; 2e-8 becomes 0, and a weight without a gradient does not learn. bf16 holds both, because it has the range of fp32. It pays with digits: a running sum of ones gets stuck at 256, in fp16 at 2048. fp16 has more digits and little range.
 #
-# The guides mention bf16 only for Ampere and TPUs. Newer CPUs have instructions for it, and other machines emulate it. The guide's one-line check for bf16 is gone: see note 1 at the end.
+# The guides mention bf16 only for Ampere and TPUs. Newer CPUs have instructions for it, and other machines emulate it (see also note 1 at the end).
 #
 # ### Does bf16 cause the overflow?
 #
-# The 2022 guide says that a model trained in bf16 is likely to overflow when it is fine-tuned in fp16. Its case is T5 ([transformers#5651](https://github.com/huggingface/transformers/issues/5651)). Here small networks learn house prices instead: in bf16, in fp16 (with the loss scaler of the next section), and in fp32 as a control. Then each network is trained further in fp16. The highest price is half of fp16's largest number, then nine tenths of it. While a network learns, its predictions overshoot the prices. If bf16 is the cause, its column is far above the others in both rows.
+# The 2022 guide says that a model trained in bf16 is likely to overflow when it is fine-tuned in fp16. Its case is T5 ([transformers#5651](https://github.com/huggingface/transformers/issues/5651)). Here small networks learn house prices instead: in bf16, in fp16 (with the loss scaler of the next section), and in fp32 as a control. Then each network is trained further in fp16. In the table's upper row the prices reach half of fp16's largest number, in the lower row nine tenths of it. While a network learns, its predictions overshoot the prices. If bf16 is the cause, its column is far above the others in both.
 
 
 # %%
@@ -346,7 +346,7 @@ plots.Table(["operation (input fp16)", f"its result on {lab.machine.kind}"], lis
 # - **Copies:** a weight is cast once per region. A cache keeps the copy until the region ends; autograd keeps it until backward, if backward needs it.
 # - **Stale copies:** a copy does not follow its weight. With the cache, the second matmul's result did not change when the weight did (second printed line). So each iteration has to make new copies. Put a region around one forward pass, and nothing else.
 # - **LayerNorm** is right although the sum that it needs overflows fp16: inside, it adds in fp32. (The error is in units of *eps*, the distance from 1 to the next number in fp16.)
-# - **The residual sum**, fp16 + fp32, is fp32. It will matter in part 2.
+# - **The residual sum**, fp16 + fp32, is fp32.
 #
 # ### Explore
 #
@@ -360,7 +360,7 @@ _ = widgets.explore(draw_bits, value=[0.1, 1.0, 257.0, 2049.0, 65519.0, 65520.0,
 
 # %% tags=["claim"]
 display(claims.check("fp16-range", limits["fp16"][0], note="65535 and all from 65520 on become inf"))
-digits_lost = f"n + 1 is n from {limits['bf16'][1]:.0f} on in bf16, {limits['fp16'][1]:.0f} in fp16"
+digits_lost = f"a sum of ones stops at {limits['bf16'][1]:.0f} in bf16, at {limits['fp16'][1]:.0f} in fp16"
 display(claims.check("bf16-range", limits["bf16"][0], note=digits_lost))
 vanished = lost(torch.float16, 1e-4) - lost(torch.bfloat16, 1e-4)
 rescued = f"fp16 with the loss x 65536: {lost(torch.float16, 1e-4, 2.0**16):.1%}"
@@ -537,7 +537,7 @@ exercises.question(
 #
 # - In 2022 they always did: `zero_grad` filled gradients with zeros; since torch 2.0 it frees them instead ([pytorch#92731](https://github.com/pytorch/pytorch/pull/92731)).
 # - Today they do so only under accumulation.
-# - Without accumulation, backward frees the copies while it makes the gradients. At the end of backward, where a small batch has its peak, no copies are left. So the peak does not rise, as a claim below shows.
+# - Without accumulation, backward frees the copies while it makes the gradients. At the end of backward, where a small batch has its peak, no copies are left. So the peak does not rise.
 #
 # ### Do activations halve?
 #
@@ -604,9 +604,9 @@ plots.Table(["activations against fp32", "default attention", "attn_implementati
 #
 # - **`LayerNorm`** keeps its input, a residual sum, which stays fp32. The embeddings' `dropout` works in fp32, too.
 # - **`query`, `key` and `value`** take the same tensor, which fp32 keeps once. Under autocast each of the three casts it again (the cache is for weights only), and three copies of half the size are more than the original.
-# - **`self`**, attention with dropout, uses torch's plain kernel on a CPU, which computes in fp32 inside ([pytorch#128922](https://github.com/pytorch/pytorch/pull/128922)): these are the fp32 matmuls of the printed line. The model's own "eager" attention does not: it is a remedy, as the second table shows for a CPU.
+# - **`self`**, attention with dropout, uses torch's plain kernel on a CPU, which computes in fp32 inside ([pytorch#128922](https://github.com/pytorch/pytorch/pull/128922)): these are the fp32 matmuls of the printed line. On a CPU the model's own "eager" attention computes in 16 bits and keeps less: see the second table.
 #
-# With 16-bit weights and eager attention nothing is fp32, and everything halves. Why not always? In bf16, a weight of 1 plus an update of 0.001 is 1: small updates are lost. Pure fp16 also has its small range. Exercise 2 lets you try both formats.
+# With 16-bit weights and eager attention nothing is fp32, and everything halves. Why not always? In bf16, a weight of 1 plus an update of 0.001 is 1: small updates are lost. Pure fp16 also has its small range.
 #
 # ### Is it fast, and does it still learn?
 #
@@ -675,15 +675,15 @@ exercises.question(
 # - torch answers "yes" to bf16 wherever it can be *computed*, also on a T4 ([pytorch#148322](https://github.com/pytorch/pytorch/pull/148322)).
 # - Without 16-bit instructions torch takes a slow path ([pytorch#118499](https://github.com/pytorch/pytorch/issues/118499)).
 # - With these instructions a CPU may be slower too: of three CPUs tried with `avx512_bf16`, one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
-# - The range printed above for the step follows from two parts (Amdahl's law): the matmuls speed up by the ratio of their rates, and the rest takes half to twice its time (its bytes are halved, but casts are added). The matmuls' share of a step is a range, too: small matmuls may run below the printed rate, and the Trainer adds work.
+# - The range after *mixed precision should train* is calculated by Amdahl's law. It assumes that the step's matmuls speed up by the ratio of their rates. All other work takes half to twice its time: its bytes are halved, but casts are added. The matmuls' share of a step is not known exactly, because small matmuls may run below the printed rate, and the Trainer adds work.
 #
-# > **On a CPU** `fp16=True` has no effect if the cell printed True: its losses are those of fp32 to the last digit. accelerate applies this argument on accelerators only.
+# > **On a CPU** `fp16=True` has no effect if the cell printed True. accelerate applies this argument on accelerators only.
 #
 # ### Inference: the whole model in 16 bits
 #
 # Inference has no small updates to add, so the whole model may have 16 bits. The guide compares this with mixed precision, which keeps fp32 weights *and* 16-bit copies: 6 bytes per parameter. (Autocast makes no copies of embeddings, so the models below have small embeddings.)
 #
-# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. The third of the next cells evaluates two models that are the same function in fp32: a trained model, and its twin. In the twin's feed-forward layers the first weights are multiplied by 2^18, and the second ones are divided by it, so that only the numbers between the two are larger.
+# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. The third of the next cells evaluates two models that are the same function in fp32: a trained model, and its twin. A feed-forward layer has two weight matrices. In the twin the first one is multiplied by 2^18, and the second one is divided by it. So only the activations between the two matrices are larger.
 
 # %%
 served = lab.task
@@ -790,6 +790,8 @@ claims.check("fp16-saves-with-batch", min(growth), note=f"saved: {by_size}")
 
 # %% [markdown]
 # ### What held: inference
+#
+# The last box predicts a range. It assumes equally fast matmuls in both models, while all other work takes half to twice its time.
 
 # %% tags=["claim"]
 display(claims.check("half-inference", weighed[1] / weighed[0]))
@@ -860,7 +862,7 @@ claims.check("fp16-up-to-5x", fp16_product)
 
 # %% tags=["claim"]
 display(claims.check("tf32-default", tf32_changed, note=f"torch's default is {tf32_default!r}"))
-note = f"there is a torch.tf32: {hasattr(torch, 'tf32')}"
+note = f"torch has a dtype named tf32: {hasattr(torch, 'tf32')}"
 if "tf32" in seeds:
     note += f"; training step {lab.compare(in_turns[0], timed('tf32, timed', {'tf32': True})).speed_ratio} x"
     tf32_mixed = lab.compare(in_turns[1], timed("mixed and tf32", mixed | {"tf32": True})).speed_ratio
@@ -922,7 +924,7 @@ exercises.prove(check_recipe, solution=solution, mistake={"dtype": half, "optim"
 # - **Speed:** it depends on the chip's 16-bit matmuls, whatever a flag says. One CPU with the instructions ran bf16 matmuls at 0.65 of fp32's rate.
 # - **Quality:** compare the loss with a band of 3 fp32 seeds. With 16-bit weights, evaluate before you trust: the fp16 twin gave `nan`.
 #
-# **Note 1, bf16.** The guide's check, `transformers.file_utils.is_torch_bf16_available()`, is gone. Its successor, `transformers.utils.is_torch_bf16_gpu_available()`, asks accelerators only, and a T4, which emulates bf16, passes.
+# **Note 1, bf16.** The guide's check, `transformers.file_utils.is_torch_bf16_available()`, is gone. Its successor, `transformers.utils.is_torch_bf16_gpu_available()`, asks accelerators only.
 #
 # **Note 2, tf32.** torch allowed tf32 by default from 1.7 on and stopped with 1.12 ([transformers#16588](https://github.com/huggingface/transformers/issues/16588)); cuDNN's convolutions still use it. Since 2.9 there is also `torch.backends.fp32_precision = "tf32"`, which the Trainer's `tf32=True` sets. This setting does nothing if `"highest"` was set before, and makes `torch.get_float32_matmul_precision()` raise an error ([pytorch#179445](https://github.com/pytorch/pytorch/issues/179445)).
 

@@ -739,7 +739,7 @@ display(claims.check("compile-debugging", speeds["aot_eager"], note=f"the eager 
 seen = {name: row["operations"] for name, row in processes[0]["figures"].items()}
 display(claims.check("compile-eager", seen["eager"] / seen["none"], note=f"operations: {seen}"))
 bert_row, gpt2_row = graphs["BERT, as it comes"], graphs["GPT-2, as it comes"]
-note = f"a second call makes {bert_row['second']} more; GPT-2's breaks: {gpt2_row['breaks']}"
+note = f"new graphs in a second call: {bert_row['second']}; graph breaks of GPT-2: {gpt2_row['breaks']}"
 claims.check("compile-captures", bert_row["breaks"], note=note)
 
 # %% [markdown]
