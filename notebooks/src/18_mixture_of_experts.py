@@ -419,19 +419,19 @@ display(
 # %% [markdown]
 # An expert that is chosen often learns more, and is then chosen more often. With the task's loss alone, a few experts take nearly all tokens, and the others only cost memory. The balancing loss works against that. With 64 experts and so short a training it does not reach an even load.
 #
-# The right picture matters where buffers have a fixed size, as on TPUs. Tokens that do not fit are **dropped**: they pass by on the residual connection alone. DeepSeek-V2 dropped tokens in training. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3, almost without a second loss, chooses by scores with a bias, and lowers it for experts with too many tokens.)
+# The right picture matters where buffers have a fixed size, as on TPUs. Tokens that do not fit are **dropped**: they pass by on the residual connection alone. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 hardly uses a balancing loss. For the choice it adds a bias to each expert's score, and lowers the bias of experts with too many tokens.)
 #
 # The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". If you know only a token's place, you guess its expert about as often as if you know nothing. Its word helps most, so "depending on the token" would be right.
 #
 # ## What quality costs
 #
-# The guides name two mixtures that are as good as a large dense model. Each has a *base model*: a smaller dense model with as many weights as a token meets in the mixture. With dozens of experts it is 5 times smaller than the large one, with a few experts 2 to 3 times. Three dense models take part here (numbers are widths of the FFN):
+# The guides name two mixtures that are as good as a large dense model. A mixture's *base model* is a smaller dense model with as many weights as a token meets in the mixture. With dozens of experts, this base model is 5 times smaller than the large model; with a few experts, 2 to 3 times. Three dense models take part here (numbers are widths of the FFN):
 #
-# - *160*, against 8 experts, where a token meets a width of 64, 2.5 times smaller. In memory it is compared with 64 experts, too, where a token meets 32, 5 times smaller.
-# - *of equal quality*: the dense model that would end with the loss of the 64 experts. Its FFN width is interpolated between two trained widths.
-# - *32*, against 64 experts, where a token meets as many weights.
+# - *160* is the large model. A token meets a width of 64 in 8 experts (160 / 2.5), and of 32 in 64 experts (160 / 5; compared in memory only).
+# - *of equal quality* would end with the loss of the 64 experts. Its FFN width is interpolated between two trained widths.
+# - *32* is the base model of the 64 experts.
 #
-# The guides' figures come from papers with large models. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. Vectors and FFNs are widened alike, but the names stay: four times as wide, *32* has an FFN of width 128. (We assume, without measuring it, that equal quality stays equal.)
+# The guides' figures come from papers with large models. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. Vectors and FFNs are widened alike, but the names stay: four times as wide, *32* has an FFN of width 128. (We assume that equal quality stays equal.)
 #
 # Each row of the first table below is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: seconds of a step of the 64 experts / of the dense model *32*.
 #
@@ -618,7 +618,7 @@ print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2
 #
 # ### A mixture against a dense model
 #
-# In the first five of these seven checks, a token meets as many FFN weights in the mixture as in the dense model. In the last two, the dense model has equal quality. Its width differs by seed, so these intervals are wider than the table's.
+# In the first five of these seven checks, a token meets as many FFN weights in the mixture as in the dense model. In the last two, the dense model has equal quality. Its width differs by seed, so these intervals are wider than the table's. The range *predicted* for `moe-faster` comes from the interval of `moe-inference`: the low end is 40 % lower, because a step also updates all experts, the high end 5 % higher.
 
 # %% tags=["claim"]
 inference, faster, few, slower = speeds[SCALES[-1]]
@@ -643,7 +643,7 @@ display(claims.check("moe-inference", inference, missing=narrow or unlike))
 # %% [markdown]
 # ### Few or many experts, and the gate
 #
-# Three checks compare few experts with the dense model and with many. The others are about the gate and about the layers. (For `moe-balanced`, *no effect* is 20 times the mean: about the busiest expert's load without the balancing loss.)
+# For `moe-balanced`, *no effect* is 20 times the mean: about the busiest expert's load without the balancing loss.
 
 # %% tags=["claim"]
 display(claims.check("moe-few-speed", few, missing=narrow))
@@ -659,7 +659,7 @@ claims.check("moe-every-other", every_other)
 # %% [markdown]
 # ## Explore
 #
-# The picture shows a model with Mixtral's layers and width (32 and 4096). Change its experts: which bars grow with their number, and which with *k*? AdamW in mixed precision takes 18 bytes per parameter (lesson 01), without activations. The GFLOP are those of a training step: 6 operations per parameter that a token meets.
+# The picture shows a model with Mixtral's layers and width (32 and 4096). Change its experts: which bars grow with their number, and which with *k*? By the guides AdamW in mixed precision takes 18 bytes per parameter (lesson 01), without activations. The GFLOP are those of a training step: 6 operations per parameter that a token meets.
 
 
 # %% tags=["widget"]

@@ -399,7 +399,7 @@ plt.show()
 #
 # The next cell prints these comparisons as ratios, each with its interval. The first two lines are speeds relative to *one* process with half of the threads.
 #
-# - First line: two such processes with DDP, and then the best and the worst case for them. Best case: the same two *without exchange* of gradients. Worst case, *with the sum of all gradients*: the time of the all-reduce is added in full, as if no part of the all-reduce ran during backward. We expect DDP's number between these two cases. If it is not, look at the intervals: if DDP's overlaps that of one of the two cases, this measurement does not contradict the prediction.
+# - First line: two such processes with DDP. The line ends with two more speeds, between which we expect DDP's. The best case is *without exchange* of gradients. The worst case is *with the sum of all gradients*: it adds the whole time of the all-reduce, as if no part of the all-reduce ran during backward. DDP's middle value may still be outside. If its interval overlaps the interval of one of the two cases, noise can explain that.
 # - Second line: one process with all threads. This comparison with DDP is fair, because the one process uses as many cores as the two.
 # - Third line: the CPU time of the crowded layout, relative to two processes that divide the cores.
 # - Last line: one thread fewer, relative to all threads, in training, in a matmul and in an element-wise operation (*other work*).
@@ -434,7 +434,9 @@ exercises.question(
 # %% [markdown]
 # ## What held
 #
-# Three of the four timed claims are compared with a prediction from parts that the same run measured. (*oversubscription* has none.)
+# Three of the four timed claims are compared with a prediction from parts that the same run measured. (*oversubscription* has none.) For `threads-minus-one` the predicted range covers the intervals of the two operations in the last line above. It also covers 1: work that one thread does alone is as fast with one thread fewer.
+#
+# In the boxes, *CPU page* and *many CPUs page* are pages of transformers' documentation on training with one CPU and with several. (The *CPU page of 4.49* is an older edition, of version 4.49.) The *2024 index* is the documentation's overview of performance in that year.
 #
 # ### Number types and flags
 

@@ -511,7 +511,7 @@ exercises.check(lab, "offer", check, answer)
 exercises.prove(check, solution="large", mistake="middle")
 
 # %% [markdown]
-# What does the course's advisor (`perf-helpers advise`) recommend for the card that you chose? (Without an answer the cell takes the card with the most memory.) It may find a better recipe than ours.
+# What does the course's advisor (`perf-helpers advise`) recommend for the card that you chose? (Without an answer the cell takes the card with the most memory.) It may find a better recipe than ours. In the table, *speed* is relative to the fastest recipe that fits. A line such as *Speed, bf16* says by which factor one technique changes the speed, and where this factor was measured.
 
 # %%
 chosen = offers.get(answer) or max(offers.values(), key=lambda offer: offer.gibibytes)  # the most memory

@@ -338,7 +338,9 @@ if not no_peft:
 #
 # In a model of 7 billion parameters it is the other way round: the vocabulary is 4 % of the weights, and the layers decide.
 #
-# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated them in a *rehearsal*, with torch 2.11. A rehearsal is a dry run without a GPU: a stub library replaces the CUDA runtime, torch's own allocator works as on a GPU, and nothing is computed. In all seventeen, the peak of the allocated bytes is equal to the published peak, **to the byte**. The memory that torch *reserved* from the driver is equal in fourteen, and 2 MiB too high in three. But the publication says that thirteen of the seventeen ran with torch 2.14. We rehearsed six of these thirteen with 2.14, too. Five of the six did not reserve the published amount of memory. So [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md). In all seventeen trainings the base was in fp16. The memory of a base in 4 bits varies by some MiB from run to run, even on one card.
+# **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated all of them in a *rehearsal*, with torch 2.11. A rehearsal is a dry run without a GPU: a stub library replaces the CUDA runtime, torch's own allocator works as on a GPU, and nothing is computed. The peak of the allocated bytes is equal to the published peak in all seventeen, **to the byte**. The memory that torch *reserved* from the driver is equal in fourteen, and 2 MiB too high in three. The base was always in fp16. (For a base in 4 bits no such agreement can be expected: its memory varies by some MiB from run to run, even on one card.)
+#
+# One statement of the publication does not fit: it names torch 2.14 for thirteen of the seventeen. We also rehearsed six of these thirteen with 2.14. Five of the six reserved another amount of memory than the published one. So the numbers agree far better with 2.11 than with 2.14: [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md).
 #
 # ## Seconds, by parts
 #
@@ -526,7 +528,7 @@ display(claims.check("double-quantization", beside[0] - beside[1]))
 display(claims.check("full-16-bits", bytes_each))
 for id in ("merged-same", "qlora-less", "checkpointing-keeps"):
     display(claims.check(id, found.get(id), missing=no_peft, note=notes.get(id, "")))
-note = f"as transformers sets it up {reached['reentrant'][0]:.0%} get one"
+note = f"as transformers sets it up, {reached['reentrant'][0]:.0%} of the adapters get a gradient"
 claims.check("checkpointing-silent", silent, note=note)
 
 # %% [markdown]

@@ -413,7 +413,7 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
     if passes > 1:
         costs.append(f"accumulation: {passes} passes of {size} per update, on smaller kernels")
     sources = tuple(map(str, ranking.factors(candidate)))
-    why_not_next = "no recipe that is expected to be faster was left out"
+    why_not_next = "none of the recipes that need too much memory is expected to be faster"
     if search.of_the_leanest:
         why_not_next = "only the recipe that needs least was tried; without largest= other recipes are tried too"
     if faster := [other for other in search.too_large if ranking.key(other) < ranking.key(candidate)]:
