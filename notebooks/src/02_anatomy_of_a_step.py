@@ -116,16 +116,16 @@ header = [
     "copy GB/s by hand",
     "by the library",
     "ridge (FLOPs per byte)",
-    "FLOPs per number",
+    "ridge (FLOPs per number)",
 ]
 plots.Table(header, rows)
 
 # %% [markdown]
-# An operation with fewer FLOPs per byte than the *ridge* waits for memory. The last column is the ridge in FLOPs per *number*. Use it to compare precisions: an operation's FLOPs per number are the same in each. If this ridge is higher in the row of a 16-bit format, more operations wait for memory in that format.
+# An operation with fewer FLOPs per byte than the *ridge* waits for memory. The last column is the same ridge per *number* moved: a 16-bit number has half the bytes of an fp32 number. An operation does as many FLOPs per number in every precision, so compare the rows by this column. If it is higher for a 16-bit format, more operations wait for memory in that format.
 #
 # ## By hand: three operations
 #
-# Count first. A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element (mean, variance, subtract, divide, scale, shift). GELU does 5, if an `erf` (the error function of statistics) counts as one. LayerNorm and GELU read each element once and write it once. All results go into tensors that already exist: a new tensor of this size would add the time in which the operating system provides its memory.
+# A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element (mean, variance, subtract, divide, scale, shift). GELU does 5, if an `erf` (the error function of statistics) counts as one. LayerNorm and GELU read each element once and write it once. All results go into existing tensors: a new one would add the time in which the operating system provides its memory.
 #
 # `Ratio.of_turns` divides the seconds of two functions that ran alternately, here GELU and a copy of as many bytes, and gives an interval. (`CPU` selects the seconds spent computing.) The first function runs twice per turn. The difference between its two runs is noise. The interval is at least as wide as this noise, and at least 2 % either way (1.02 in the code).
 
@@ -184,11 +184,11 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 #
 # We sort all operations into the guides' three groups. *Contractions* are matmuls. *Normalizations* are LayerNorm and softmax. *Element-wise* operations are all others, such as an activation function, dropout or an addition.
 #
-# A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a *kernel* (the compiled function that does the work) runs it. The mode may inspect, count and time the operation, and it has to call it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from the table `PER_ELEMENT`.
+# A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a *kernel* (the compiled function that does the work) runs it. The mode has to call the operation, and may inspect, count and time it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from the table `PER_ELEMENT`.
 #
-# The mode also takes each operation's time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, `bernoulli_` draws random zeros and ones, and `native_` marks the kernel itself.
+# It also takes each operation's time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, `bernoulli_` draws random zeros and ones, and `native_` marks the kernel itself.
 #
-# > **On a GPU:** the mode records two events around the kernel, behind a short sleep on the device. During the sleep the kernel enters the device's queue, so its launch is not timed.
+# > **On a GPU:** the device's own clock is read before and after each kernel (CUDA *events*). A short sleep of the device comes first: the kernel is launched meanwhile, so its launch is not timed.
 
 # %%
 GROUPS = ("contraction", "normalization", "element-wise")
@@ -377,6 +377,11 @@ right.set(xlabel="share of the step (%)")
 right.set_title("Each group's share of the FLOPs, the bytes and the time", loc="left")
 _ = right.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
 
+# %% [markdown]
+# Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
+#
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The first claim below is about all operations that are not matmuls: their share of the FLOPs is divided by their share of the bytes. The second tests the order of the groups in FLOPs per byte, without copies and embeddings, which only move bytes: each group is divided by the next, and the smaller ratio counts. How many FLOPs an `exp` counts as is a convention: here one; the note also has the values for ten.
+
 
 # %% tags=["claim"]
 def intensity(name, exp=1):
@@ -399,10 +404,6 @@ note += f"; element-wise with copies and embeddings: {with_copies:.3g}"
 claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / per_byte[2]), note=note)
 
 # %% [markdown]
-# Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
-#
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The second claim tests their order in FLOPs per byte: each group is divided by the next, and the smaller ratio counts. How many FLOPs an `exp` counts as is a convention; the claim's note shows the order with ten. (The claim leaves out copies and embeddings, which are in our element-wise group but only move bytes.)
-#
 # ## Change one thing: no dropout
 #
 # The guide says that linear layers have twice the FLOPs in backward, and that a backward pass generally takes about twice as long. Compare the two passes, first with dropout, then without.
@@ -435,7 +436,7 @@ plots.Table(header, table)
 # - **Bytes**: an activation function, for example, moves three tensors in backward and two in forward.
 # - **Time**: it depends on the limit of each operation.
 #
-# Dropout draws its masks in forward; backward only multiplies by them. The line printed above the table shows the cost of drawing. Where random numbers are drawn one by one, as on a CPU, drawing can take half as long as the forward's matmuls.
+# Dropout draws its masks in forward; backward only multiplies by them. Where random numbers are drawn one by one, as on a CPU, drawing can take half as long as the forward's matmuls.
 #
 # ## What held
 #
@@ -443,7 +444,7 @@ plots.Table(header, table)
 #
 # The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted: the passes without dropout, and dropout by itself, are timed in the same turns and added.
 #
-# The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest: multiples of its *tiles*, the blocks in which it computes the result. If that is true here, a FLOP of backward takes longer than one of forward.
+# The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest: multiples of its *tiles*, the blocks in which it computes the result. If that is true here, a FLOP of backward takes longer than one of forward: the claim's ratio is above 1.
 
 
 # %%
@@ -586,12 +587,10 @@ others = ", ".join(f"{row[0]} {sum(row[3:5]) / sum(row[1:3]):.2f}" for row in ac
 display(claims.check("activation-backward-reads", sum(gelu[2:]) / sum(gelu[:2]), note=f"the others: {others}"))
 outputs = [row[0] for row in activations if row[-1] == "output"]
 display(claims.check("activation-keeps-output", len(outputs) / len(activations), note=", ".join(outputs)))
-note = f"of a first layer, whose input needs no gradient: {convolution_flops(False):.2f}"
+note = f"in a first layer, whose input needs no gradient: {convolution_flops(False):.2f}"
 claims.check("convolution-backward-twice", convolution_flops(True), note=note)
 
 # %% [markdown]
-# Whichever tensor is kept, backward reads two.
-#
 # ## Model FLOPs utilization
 #
 # PaLM's authors ([Chowdhery et al., 2022, appendix B](https://arxiv.org/abs/2204.02311)) divide the FLOPs that the *model* needs by the FLOPs that the device could have done in the same time:
@@ -799,7 +798,7 @@ plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 #
 # ## Explore
 #
-# The dot is one operation; the controls move it. Fusing runs a chain of operations in one kernel, so that the results between them never go to memory. Find a change that moves the dot to the right, one that lifts the roof over it, and one that does nothing.
+# The dot is a matmul, or a chain of three operations: add a bias, apply GELU, add the layer's input again (the *residual*). The controls move the dot. *one each* runs three kernels. *fused* runs the chain in one kernel, so its intermediate results never go to memory. Find a change that moves the dot to the right, one that lifts the roof over it, and one that does nothing.
 
 
 # %% tags=["widget"]
@@ -833,7 +832,7 @@ _ = widgets.explore(draw, operation=operations, size=sizes, precision=list(ceili
 # %% [markdown]
 # ## Exercise 1: which of the four can help?
 #
-# A step is bound by bandwidth: nearly all of its time goes to three operations on tensors of 64 million numbers. They add a bias, apply GELU, and add the layer's input again (the residual). Which of these changes can make it at least 10 % faster?
+# A step is bound by bandwidth: nearly all of its time goes to the chain above, bias, GELU and residual, on tensors of 64 million numbers. Which of these changes can make it at least 10 % faster?
 #
 # **A** a matrix rate twice as high · **B** one fused kernel for the three · **C** activations in 16 bits · **D** a cheaper formula for GELU, with half the FLOPs
 
@@ -960,7 +959,7 @@ exercises.prove(check, solution=1e3 * whole, mistake=1e3 * reference)  # as many
 # The times are those of an AMD EPYC with 2 cores (2026-11-29); yours are in the cells above.
 #
 # - **Two ceilings give the least time of an operation**, from its FLOPs and its bytes. A third limit can add to it: GELU took 2.1 times as long as a copy of as many bytes.
-# - **Matmuls do nearly all the arithmetic of a step**, more than 95 % of its FLOPs. The picture shows how much time the others take.
+# - **Matmuls do nearly all the arithmetic of a step**, more than 95 % of its FLOPs.
 # - **Backward has exactly 2 times the matmul FLOPs of forward.** In time the factor was 1.93 without dropout, and 1.26 with it.
 # - **100 % utilization means that something ran.** A loop that only counts reaches it.
 #
