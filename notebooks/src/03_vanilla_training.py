@@ -327,7 +327,9 @@ later = {name: [statistics.median(values[1:]) for values in both] for name, both
 rows = [[name, *map(plots.seconds_text, (clock[0], *later[name]))] for name, (clock, _) in seconds.items()]
 if any(run.value["losses"] != loops["repeat 1"].value["losses"] for run in loops.values()):
     print("the losses of the repeats differ in their last digits: this device adds in varying order")
-plots.Table(["", "first step", "median of the later steps", "CPU time in these"], rows, "CPU time adds up all threads")
+plots.Table(
+    ["", "first step", "median of the later steps", "median of their CPU time"], rows, "CPU time adds up all threads"
+)
 
 # %%
 milliseconds = {name: [1000 * value for value in clock] for name, (clock, _) in seconds.items()}
@@ -361,10 +363,12 @@ exercises.question(
 # %% [markdown]
 # ## Change nothing, then one thing
 #
-# Before measuring an effect, measure no effect. On a CPU `lab.compare` deals with these variations in three ways:
+# Before measuring an effect, measure no effect. On a CPU `lab.compare` deals with these variations as follows:
 #
-# - **Turns inside one process**, on one thread. A *turn* is one step of a recipe. In each *round* the first recipe, the baseline, has two turns, and the second recipe has one. So a slow minute slows both, and both share whatever makes this process faster or slower than others. Each round gives a *pair*: the mean time of the baseline's two turns, divided by the time of the second recipe's turn. Above 1 the second recipe is faster. All pairs of one process share what is special about it, so the lab measures in several processes. (`turns=8` asks for 8 rounds, shared among the processes.)
-# - **CPU time** decides. The ratio by the clock on the wall is shown beside it.
+# - **Rounds inside one process**, on one thread. A *turn* is one step of a recipe. A *round* has three turns: two of the first recipe, the baseline, and one of the second. A slow minute slows all three turns, and so does a process that is slow as a whole.
+# - **One ratio per round**: the mean time of the baseline's two turns, divided by the time of the second recipe's turn. Above 1 the second recipe is faster. The lab calls this ratio a *pair*, because it compares two times.
+# - **Several processes.** A process can favour one of the recipes in all its rounds, for example by where its tensors are in memory. So the lab spreads the rounds over several processes. (Its argument `turns` is the number of rounds: `turns=8` means 8 rounds in all.)
+# - **CPU time** decides. The ratio by the wall clock is shown beside it.
 # - **Against itself.** The baseline's two turns in a round run the same code. Without noise their times would be equal, a factor of 1. The median factor between them is this measurement's **noise floor**; the lab takes 1.05 if it is smaller.
 #
 # > **On a GPU:** no other program uses the GPU, so each recipe has a process of its own, the clock decides, and the floor is 1.02.
@@ -444,17 +448,17 @@ if ratio.known:  # else there are no pairs to draw from
     torch.testing.assert_close(bounds["lab"], (ratio.low, ratio.high))
     caption = f"noise floor of this comparison: a factor of {ratio.floor:.3f}"
 if itself.wall_ratio and itself.wall_ratio.known:
-    bounds["by the clock on the wall"] = (itself.wall_ratio.low, itself.wall_ratio.high)
+    bounds["by the wall clock"] = (itself.wall_ratio.low, itself.wall_ratio.high)
 rows = [[name, *map("{:.3f}".format, ends)] for name, ends in bounds.items()]
 plots.Table(["the same against itself", "from", "to"], rows, caption)
 
 # %% [markdown]
-# The lab moves an end of the bootstrap's interval only outwards. An end that is far enough out stays where it is, so the first two rows may be equal. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code differs from itself by a few percent, an effect of that size proves nothing, however narrow its interval is. And today's floor may be too low for tomorrow, when other programs run. So the lab never takes it to be less than a fixed factor (1.05 on a CPU). The last row is by the clock on the wall, which counts the waiting, too.
+# The lab moves an end of the bootstrap's interval only outwards. An end that is far enough out stays where it is, so the first two rows may be equal. Why the floor? The bootstrap knows only what varied *within* these pairs. If the same code differs from itself by a few percent, an effect of that size proves nothing, however narrow its interval is. And today's floor may be too low for tomorrow, when other programs run. So the lab never takes it to be less than a fixed factor (1.05 on a CPU). The last row is by the wall clock, which counts the waiting, too.
 #
 # ## What held
 
 # %% tags=["claim"]
-note = f"micro-batch 4, {vanilla.memory.kind} memory; the peak falls into the {vanilla.memory.peak_phase}"
+note = f"batch 4, {vanilla.memory.kind} memory; the peak falls into the {vanilla.memory.peak_phase}"
 claims.check("training-dwarfs-weights", times, note=note)
 
 # %% [markdown]
