@@ -102,10 +102,10 @@ most = max(rates["measured"])
 enough = next(rows for rows, rate in zip(row_counts, rates["measured"]) if rate > 0.5 * most)
 print(f"ceilings {flops_rate / 1e9:.3g} GFLOP/s, {bytes_rate / 1e9:.3g} GB/s")
 print(f"rows/s grow by {rates['measured'][-1] / rates['measured'][0]:.0f} x from 1 row to {row_counts[-1]}")
-print(f"half of the highest rate is reached at {enough} rows; the knee was predicted at {knee}")
+print(f"half of the highest rate is reached at {enough} rows; predicted: about half of the knee's {knee} rows")
 
 # %% [markdown]
-# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If row counts near the knee are slower than predicted, the kernel for small matmuls does not reach the ceiling of arithmetic. (The predicted curve reaches half of its highest rate at about half of the knee's rows.)
+# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If row counts near the knee are slower than predicted, the kernel for small matmuls does not reach the ceiling of arithmetic.
 #
 # ## The second knee: has every core something to do?
 #
@@ -136,7 +136,7 @@ counts = sorted({1, max(1, cores // 2), cores, cores + 1, 2 * cores, 2 * cores +
 tile_seconds = [min(wall for wall, _ in taken) for taken in lab.run(some_tiles, measure="value").value]
 stairs = [tile_seconds[counts.index(cores)] * math.ceil(n / cores) for n in counts]
 shown = {"measured": [1e3 * each for each in tile_seconds], "waves x time of one wave": [1e3 * each for each in stairs]}
-_ = plots.lines(counts, shown, f"tiles, for {cores} at once", "milliseconds", title="Time goes by waves").set_ylim(0)
+_ = plots.lines(counts, shown, f"tiles ({cores} at a time)", "milliseconds", title="Time goes by waves").set_ylim(0)
 
 # %% jupyter={"source_hidden": true}
 assert waves(512, 1024, (256, 128), 132) == waves(4096, 1024, (256, 128), 132) == 1  # the question's right answer
@@ -200,7 +200,7 @@ widgets.revealed(lab, "twice the memory", fitting, estimate=estimated)
 # %% [markdown]
 # Weights, gradients and optimizer states take the same bytes for every batch. They are in the first half of the memory already, so the second half is free for samples.
 #
-# The estimate trains nothing. The Trainer's argument `auto_find_batch_size=True` tries batch sizes instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error. (Until [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 it halved the batch.) The next cell calls this function directly. On a CPU we cause the error ourselves: above the limit we ask for more memory than any machine has. The cell also tests an out-of-memory message of oneDNN, torch's library for matmuls on a CPU.
+# The estimate trains nothing: it computes the peaks of two sizes and draws the same line through them. The Trainer's argument `auto_find_batch_size=True` tries batch sizes instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error. (Until [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 it halved the batch.) The next cell calls this function directly. On a CPU we cause the error ourselves: above the limit we ask for more memory than any machine has. The cell also tests an out-of-memory message of oneDNN, torch's library for matmuls on a CPU.
 #
 # > **On a GPU:** torch's own limit on memory raises the error.
 
@@ -311,7 +311,7 @@ near = vector // 4 if on_cpu else 8  # the measured columns are at most 4 times 
 columns = {n * edge + away for n in (1, 2, 3, 4) for away in (-4 * near, -2 * near, -near, 0, past, near)}
 columns = sorted(columns - {0})
 expected_waves = [waves(rows_here, number, tile, at_once) for number in columns]
-print(f"prediction: {tile[1]} columns per tile, {at_once} at once; time jumps after {edge}, {2 * edge}, {3 * edge}")
+print(f"prediction: tiles of {tile[1]} columns, {at_once} at a time; time jumps after {edge}, {2 * edge}, {3 * edge}")
 
 
 # %%
@@ -475,7 +475,7 @@ def draw(card, columns, tile):
     rounds = [waves(number, columns, high_wide, count) for number in rows]
     used = [number * columns / (each * count * math.prod(high_wide)) for number, each in zip(rows, rounds)]
     ax = plots.lines(rows, {"used": [100 * x for x in used]}, "rows", "% of the device's arithmetic", markers=False)
-    ax.set_title(f"{card} at once, {columns} columns, tiles of {tile}", loc="left")
+    ax.set_title(f"{card} tiles at a time, {columns} columns, tiles of {tile}", loc="left")
     ax.set_ylim(0, 105)
     return ax
 
@@ -532,7 +532,7 @@ exercises.prove(check, solution={"A", "D"}, mistake={"D"})  # the mistake: the f
 # The numbers are those of an AMD EPYC with 2 cores (2026-11-29); yours are in the cells above.
 #
 # - **A larger batch is faster until the later of two knees.** Two ceilings give the knee of intensity, and counting tiles gives the knee of occupancy. In a whole step more samples also share the update and each call: batch 51 was 3.3 times as fast as batch 1.
-# - **The largest batch that fits can be found without a crash**, and it brings little: a batch of a quarter of its size had 0.90 times the speed.
+# - **The largest batch that fits can be found without a crash.** A batch of a quarter of its size had 0.90 times the speed.
 # - **Time jumps at the edges of tiles**, if your picture and your table show it. Padding is nearly free: 30528 words instead of 30522 took 25 kB.
 #
 # This is a good place to stop.
@@ -745,7 +745,11 @@ def ends(size, other):
 
 display(claims.check("larger-batch-fewer-steps", against(128, 8, 16, 16), note="batch 128 and 8, 16 steps of each"))
 display(claims.check("larger-batch-same-data", against(128, 8, 4, 64), note="batch 128 and 8, 512 samples"))
-claims.check("larger-batch-ends-better", ends(128, 8), note=f"16 steps and 256; batch 32 and 8: {ends(32, 8)}")
+claims.check(
+    "larger-batch-ends-better",
+    ends(128, 8),
+    note=f"16 steps of batch 128, 256 steps of batch 8; batch 32 / batch 8: {ends(32, 8)}",
+)
 
 # %% [markdown]
 # The guide says that a larger batch often converges faster. That is true if you count *steps*. On the same *data* a larger batch makes fewer updates. So first find the sizes that learn well within your budget, then take the fastest of them. The largest batch that fits is an upper bound, not the answer.
