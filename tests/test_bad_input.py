@@ -382,8 +382,8 @@ def test_a_value_of_another_kind_is_refused_by_name(shell, what):
 
 
 def test_every_training_argument_knows_its_kind():
-    """Values that do not match the types of transformers' training arguments are refused; arguments that accept any
-    value are listed in `free`.
+    """Values that do not match the type of a training argument of transformers are refused. The test leaves out the
+    arguments that accept any value.
     """
     found, free = {}, {"parallelism_config", "trackio_static_space_id", "local_rank"}
     for name in sorted(arguments.known() - free):

@@ -91,7 +91,7 @@ def attending(monkeypatch, followed):
 
 @pytest.fixture
 def ask(task, machine, followed):
-    """Return `advise` with defaults for the tests: 1 GB of memory without a margin, and 64 samples per update."""
+    """Return a function that calls `advise`, by default for 1 GB of memory, no margin and 64 samples per update."""
     default = {"memory": 10**9, "effective_batch": 64, "device": "cpu", "runs": [], "machine": machine, "margin": 0}
     default["published"] = published_speedups.published
     return lambda **options: advise(options.pop("task", task), **default | options)

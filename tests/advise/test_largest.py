@@ -1,5 +1,5 @@
-"""Find the largest model of an architecture and the longest sequence that fit, compared with a formula at every size;
-and adapters, which are offered only to users who allow them.
+"""The advisor finds the largest model of an architecture, and the longest sequence, that fit by a formula. The tests
+calculate the formula for every size. Also, the advisor offers adapters only to users who allow them.
 """
 
 import contextlib

@@ -64,7 +64,7 @@ def test_results_hold_the_machine_the_claims_and_the_runs(ran):
 
 @pytest.mark.parametrize(("at_once", "order"), [(1, ["03", "15", "16"]), (2, ["15", "16", "03"])])
 def test_in_parallel_the_lessons_that_wait_most_begin_first(at_once, order, tmp_path, monkeypatch, capsys):
-    """Results keep the lessons' order. What runs at the end finds the course's server in its environment."""
+    """Results keep the order of the lessons' numbers. While `at_the_end` runs, os.environ has the course's server."""
     for number in ("03", "15", "16"):
         write_lesson(tmp_path / "lessons", f"{number}_toy", "")
     monkeypatch.setattr(course, "LESSONS", tmp_path / "lessons")

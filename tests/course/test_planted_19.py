@@ -139,9 +139,9 @@ def test_ranks_share_an_update_s_samples_and_take_each_once():
 
 
 def both(**seconds):
-    """Return two equal reports of ranks, with seven repetitions: {"turns": {name: [(wall-clock, CPU seconds)]}}.
+    """Return the reports of two ranks, which are equal: {"turns": {name of a timed function: its times}}.
 
-    `seconds`: {name of a timed function: (wall-clock, CPU seconds)}; all repetitions get these times.
+    `seconds`: {name of a timed function: (wall-clock, CPU seconds)}; a report lists it seven times.
     """
     return [{"turns": {name: [clocks] * 7 for name, clocks in seconds.items()}}] * 2
 

@@ -110,8 +110,9 @@ class TestTwoLaws:
     A step takes 0.03 s over the fast link. The slow link adds time in proportion to the bytes; the late link, which has
     a long delay, adds time mostly per message. "link-matters" depends on the bytes, "sync-often" on the messages.
 
-    In the methods, `bytes_of` has the bytes that a step sends, and `stops_of` the number of messages that a step waits
-    for; both are keyed by the name of a model ("large", "small") or of a method (the other keys).
+    `bytes_of` has the bytes that a step sends, and `stops_of` the number of messages that a step waits for. The keys of
+    both are trainings: DDP of a "large" or a "small" model; and of a tiny model "plain" DDP, DDP that sends each byte
+    "twice", or "sharded".
     """
 
     def ratios(self, bytes_of, stops_of, rate=100e6 / 8, delay=0.01):

@@ -1,4 +1,4 @@
-"""results.json is checked when it is read, and each recorded one can be read."""
+"""A file results.json is checked when it is read, and every recorded file in results/ can be read."""
 
 import json
 from pathlib import Path

@@ -101,7 +101,7 @@ class Call:
         return {"dropout_p": self.dropout, "is_causal": self.causal, "enable_gqa": self.enable_gqa}
 
     def gradients(self):
-        """Return the context in which the call is made: `no_grad` if no tensor requires a gradient."""
+        """Return the context for the call: `no_grad`, or one without effect if a tensor requires a gradient."""
         return contextlib.nullcontext() if self.learned else torch.no_grad()
 
 

@@ -197,7 +197,10 @@ def multinomial(count, replacement=False):
 
 
 def expanded(function, *shape):
-    """Return the product of an expanded number and a matrix."""
+    """Return a function without arguments that multiplies one number, expanded to a matrix, by a matrix.
+
+    `function`: the operator, aten.mm or aten.bmm; `shape`: the shape of the expanded number.
+    """
     one, other = zeros(1), zeros(*shape[:-2], shape[-1], 64)
     return lambda: function(one.expand(shape), other)
 

@@ -15,7 +15,8 @@ CHOICES = json.loads(Path(__file__).with_name("attention_choices.json").read_tex
 
 
 def selected(rules, capability, calls) -> str:
-    """Return one letter per call for the kernel that the estimate selects, see `attention_cases`.
+    """Return the kernels that the estimate selects, one letter per call: "c" cuDNN, "f" flash, "e" memory-efficient,
+    "m" math.
 
     Args:
         rules: the rules of a torch release.

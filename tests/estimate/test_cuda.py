@@ -47,7 +47,10 @@ class Seen(TorchDispatchMode):
 
 
 def saved(tensor):
-    """Return {name: bytes} of the storages that autograd saved for the operation that made a tensor."""
+    """Return {name: bytes of the storage} of the tensors that autograd saved for the operation that made `tensor`.
+
+    The name is the end of autograd's attribute, e.g. "self" for `_saved_self`.
+    """
     node = tensor.grad_fn
     names = [name for name in dir(node) if name.startswith("_saved_")]
     values = {name.removeprefix("_saved_"): getattr(node, name) for name in names}

@@ -131,7 +131,7 @@ _WITHOUT = {  # kinds and settings that a model of the library does not have, or
 
 
 def _of(architecture, draw):
-    """Return `draw` with setting 0 of its kind in place of each setting that the architecture does not support.
+    """Return `draw` with setting 0 for each kind of which the architecture does not support the drawn setting.
 
     `draw`: {kind: number of a setting in `SETTINGS[kind]`}.
     """

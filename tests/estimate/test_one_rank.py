@@ -76,8 +76,8 @@ def test_buffers_stay_where_they_are_on_request():
 
 
 def test_at_most_two_flat_copies_exist_while_a_large_model_is_broadcast(monkeypatch):
-    """torch ends the older of two broadcasts before it copies another bucket. A third copy in the estimate would leave
-    other free blocks to the allocator.
+    """The estimate must hold at most two flat copies of buckets at a time, because torch ends the older of two
+    broadcasts before it copies another bucket.
     """
     made, living, real = [], [], torch.empty
 

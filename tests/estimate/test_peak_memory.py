@@ -1,6 +1,6 @@
 """The estimated peak: of one of several ranks, with DistributedDataParallel or FSDP2, and on a GPU.
 
-Also, a trace uses the results of operations that the probe kept from an earlier trace.
+Also, the `Probe`, which runs operations to measure them, keeps their results for the next trace.
 """
 
 import contextlib
@@ -94,10 +94,10 @@ def experiment(model=TINY):
 
 
 def trace_twice(tell):
-    """Trace one experiment twice with one probe; return the estimates, the percentages of progress, and the set of
-    operations that the probe knows after each trace.
+    """Trace one experiment twice with one `Probe`, which runs operations and keeps their results and workspaces.
 
-    `tell`: not used.
+    Return ([each trace's estimate], [the reported percentages of progress], [keys of what the probe has after each
+    trace, as a set]). `tell`: not used; `processes.call` passes it.
     """
     percentages, facts, estimates = [], [], []
     with contextlib.closing(Probe()) as probe:

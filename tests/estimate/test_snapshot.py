@@ -1,6 +1,6 @@
-"""Estimates in the form of torch's memory snapshots: the figures are the estimate's, and torch's own tools read them.
+"""Estimates written as torch's memory snapshots: a snapshot has the estimate's figures, and torch's own tools read it.
 
-tests/rehearsal/test_snapshot_rehearsed.py compares them with snapshots of rehearsals.
+tests/rehearsal/test_snapshot_rehearsed.py compares such snapshots with snapshots of rehearsals.
 """
 
 import collections

@@ -208,8 +208,8 @@ def test_a_package_that_an_adapter_needs_is_named_first(monkeypatch, module, pac
 
 @needs_peft
 def test_autocast_adapter_dtype_false_halves_adapters_of_16_bits(lab):
-    """With this argument of peft's get_peft_model, adapters, gradients and states (torch.optim.AdamW) take half the
-    bytes.
+    """With peft's `autocast_adapter_dtype=False`, the adapters of a 16-bit model, and their gradients and AdamW states,
+    take half the bytes.
     """
     given = {"dtype": "bfloat16", "peft": {"r": 4}}
     wide = estimate(LLAMA, device="cpu", per_device_train_batch_size=2, **given).memory

@@ -1,5 +1,5 @@
-"""The type of a model's weights: as `from_pretrained` loads a folder, and as a preset was published; and the name of
-this type in messages.
+"""The type of a model's weights: a folder has the type in which `from_pretrained` loads it, a preset the type in which
+the model was published. Messages name this type.
 """
 
 import dataclasses

@@ -139,7 +139,7 @@ def test_an_installation_that_was_interrupted(installed):
 
 
 def test_a_kernel_that_was_not_restarted_after_an_installation(installed):
-    """As in a notebook, a library is imported, then another version of it is installed, and then the doctor runs."""
+    """If another version of a library is installed after its import, the doctor must advise to restart the kernel."""
     python = installed(numpy=importlib.metadata.version("numpy"))
     code = f"import sys, numpy; sys.path.append({str(ROOT / 'tests')!r}); import environments; "
     code += "environments.record(sys.executable, 'numpy', '2.0.0'); sys.argv = ['perf-helpers', 'doctor']; "

@@ -87,7 +87,7 @@ def test_a_driver_that_shows_nothing_is_reported_with_what_cuda_visible_devices_
 @pytest.mark.daily(1)
 @pytest.mark.parametrize("code", [3, 9, 18, 999])
 def test_an_nvml_that_answers_every_query_with_an_error_costs_nothing_but_its_answers(libraries, code):
-    """If NVML refuses every query, the machine must still be described: as a CPU, with the CUDA driver's reason.
+    """If NVML refuses every query, the machine is described as a CPU, with the CUDA driver's error "no device".
 
     In a second run NVML's initialization fails, too; then one line must say why. `code`: NVML's error: 3 not supported,
     9 driver not loaded, 18 driver and library do not match, 999 unknown.

@@ -164,8 +164,8 @@ def test_ranks_whose_tensors_differ_in_size_are_reported(provoke):
 
 @pytest.mark.nightly
 def test_torch_reports_on_request_what_gloo_does_not_notice(provoke, monkeypatch):
-    """Two ranks send tensors of one size and different types. Without torch's check both continue, one of them with
-    wrong numbers.
+    """If two ranks send tensors of one size and different types, both ranks continue, one with wrong numbers. The run
+    fails only with torch's check, TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
 
     def disagree(rank):

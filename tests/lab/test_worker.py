@@ -89,9 +89,9 @@ def test_each_rank_keeps_its_memory_and_its_value(lab):
 
 @pytest.mark.nightly
 def test_one_process_and_two_take_turns(lab):
-    """A training in one process can be compared with a custom loop in two processes: three turns give three pairs.
+    """A training in one process can be compared with a custom loop in two processes; 3 turns must give 3 speed ratios.
 
-    The loop has nine steps, more than the three turns time. The steps that are left over must not disturb the result.
+    The loop has nine steps, but fewer are timed. The other steps must not disturb the result.
     """
     one = lab.train("one", task=TINY, measure=("time",), per_device_train_batch_size=2)
 

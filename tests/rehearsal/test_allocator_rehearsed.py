@@ -55,7 +55,7 @@ def test_default_settings_are_counted_as_torch_counts_them(measure):
 
 @pytest.mark.nightly
 def test_a_double_with_another_rule_is_found_out(measure, monkeypatch):
-    """Show that the comparison can fail: torch is set to segments of 64 MiB, while our model assumes 20 MiB."""
+    """The comparison must find mismatches if torch has segments of 64 MiB, but the estimate's allocator 20 MiB."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "large_segment_size_mb:64")
     with Rehearsal(measure.ROOM) as stage:
         found = stage.submit(measure.compare, "", ["test-0", "test-1", "test-2", "test-3"]).result()
@@ -64,8 +64,8 @@ def test_a_double_with_another_rule_is_found_out(measure, monkeypatch):
 
 @pytest.mark.nightly
 def test_the_rules_of_another_release_are_found_out(measure):
-    """The traces often have several free blocks of equal size, between which releases choose differently. So a model
-    with another release's rules must give mismatches.
+    """The comparison must find mismatches if the estimate's allocator uses another torch release's rules: the traces
+    often have several free blocks of equal size, from which the releases choose differently.
     """
     here, seeds = release(), [f"test-{number}" for number in range(40)]
     others = {each.ties: name for name, each in RELEASES.items() if each.ties != here.ties}
@@ -145,7 +145,7 @@ def test_options_of_other_releases_are_refused_where_this_torch_refuses_them(mea
 
 
 def test_every_option_that_this_torch_names_is_known():
-    """Names of allocator options are read from torch's libraries; our model must accept or refuse each by name."""
+    """The estimate's allocator must accept or refuse, by name, each allocator option that torch's libraries contain."""
     libraries = build._site_packages(build.interpreter()) / "torch" / "lib"
     named = b"".join((libraries / name).read_bytes() for name in ("libc10.so", "libc10_cuda.so"))
     like = rb"\0((?:pinned|expandable_segments|max_|large_segment|roundup|release_lock|graph_capture)_?[a-z0-9_]+)\0"
@@ -289,7 +289,7 @@ def test_the_memory_of_a_loop_is_that_of_cudas_kernels(name):
 
 
 def that_casts(torch, device):
-    """Train weights that were cast to 16 bits by the module's own method."""
+    """Train a model that was cast to 16 bits by `model.bfloat16()`."""
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU()).bfloat16().to(device)
     for _ in range(2):
         model(torch.rand(32, 300).bfloat16().to(device)).mean().backward()
@@ -350,7 +350,7 @@ def that_changes_some_rows(torch, device):
 
 
 def that_sends_its_data_first(torch, device):
-    """Send data before the model exists, and choose rows by positions on the host."""
+    """Send data before the model exists, and take rows of the data on the device by indices on the host."""
     torch.set_default_device(device)
     rows = torch.rand(3000, 200)
     torch.set_default_device(None)
@@ -370,7 +370,7 @@ def that_sends_data_again(torch, device):
 
 
 def that_keeps_activations_on_the_host(torch, device):
-    """Keep what backward needs on the host, in pinned memory, too."""
+    """Keep the tensors saved for backward on the host: first in ordinary memory, then in pinned memory."""
     layers = torch.nn.Linear(600, 1200), torch.nn.ReLU(), torch.nn.Linear(1200, 600)
     model = torch.nn.Sequential(*layers).to(device)
     for pinned in (False, True):
@@ -380,7 +380,7 @@ def that_keeps_activations_on_the_host(torch, device):
 
 
 def that_averages_weights(torch, device):
-    """Train in channels last with an average of the weights, whose counter is on the host."""
+    """Train in channels last and average the weights by `AveragedModel`, which keeps its counter on the host."""
     layers = torch.nn.Conv2d(3, 64, 5), torch.nn.BatchNorm2d(64), torch.nn.Flatten(), torch.nn.Linear(64 * 16, 300)
     model = torch.nn.Sequential(*layers).to(device).to(memory_format=torch.channels_last)
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -400,7 +400,7 @@ def that_multiplies_pairs(torch, device):
 
 
 def that_enlarges_and_compares(torch, device):
-    """Segment images: a part of a concatenation's gradient goes through an enlargement; classes become one-hot."""
+    """Train a segmentation of images that concatenates the images with enlarged features; classes are one-hot."""
     nn = torch.nn
     model, last = nn.Conv2d(3, 16, 3, padding=1).to(device), nn.Conv2d(19, 64, 1).to(device)
     enlarge = nn.Upsample(scale_factor=2, mode="bilinear")

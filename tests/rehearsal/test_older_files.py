@@ -30,7 +30,7 @@ def users_folder(folder):
 
 @pytest.fixture
 def older(monkeypatch):
-    """Return a guard of the files that are older than the year 2001; this process's functions are replaced."""
+    """Install and return an `OlderFiles`: files from before September 2001 are renamed, not overwritten or deleted."""
     for owner, names in (
         (builtins, ["open"]),
         (io, ["open"]),
@@ -43,7 +43,7 @@ def older(monkeypatch):
     guard.install()
 
     def settle(folder):
-        """Do what the report does, in a process without the guard; return the paths that were put back."""
+        """End the guard; put back the older files below a folder, as a rehearsal's report does; return their paths."""
         monkeypatch.undo()
         undo = [each for each in guard.undo if each[0].startswith(str(folder))]
         return put_back(undo, guard.start, guard.opened)

@@ -69,7 +69,7 @@ def test_a_program_that_fails_after_assumed_answers_says_that_they_may_be_the_ca
 
 
 def test_two_ranks_that_wrote_one_file_without_values_have_it_removed_once(tmp_path):
-    """The report of ranks that saved to the same path removes the file, and puts back the one that it replaced."""
+    """If two ranks saved to one path, the report removes the saved file, and puts the user's file back at this path."""
     name, old = tmp_path / "model.pt", tmp_path / "model.pt.before-rehearsal"
     old.write_text("of the user")
     with zipfile.ZipFile(name, "w") as file:

@@ -252,7 +252,7 @@ def membership():
 
 
 def grouped():
-    """Return how many blocks a grouped matmul allocates: if the ends of its groups are unknown, and known."""
+    """Return how many blocks a grouped matmul allocates: [with unknown ends of its groups, with known ends]."""
     import torch
 
     rows, experts = torch.randn(16, 8, device="cuda"), torch.randn(4, 8, 8, device="cuda")

@@ -99,13 +99,14 @@ def test_a_place_for_no_file_is_refused(tmp_path):
 
 
 def events_of_both(random_trace, performed, text, seeds):
-    """Return two lists for each random trace: the events that torch records, and those that our model reports.
+    """Return two lists of events for each random trace: those that torch records, those of the estimate's allocator.
 
     An event is (action, bytes, bytes that the device had left). The last is None unless the event is an out-of-memory
     error.
 
     Args:
-        random_trace, performed: `trace` and `performed` of benchmarks/measure_allocator.py.
+        random_trace: makes a trace from a seed and the device's free bytes.
+        performed: lets torch perform one event of a trace.
         text: the settings, as in PYTORCH_CUDA_ALLOC_CONF.
         seeds: one per trace.
     """

@@ -162,7 +162,7 @@ def python(code):
 
 
 def test_it_works_and_ends_in_a_plain_python():
-    """IPython is missing, and one `with` block is left early: the interpreter ends without an error message."""
+    """Without IPython, `monitor.live` works; if sys.exit leaves its `with` block, Python prints no error message."""
     done = python(
         "import sys; sys.modules['IPython'] = None\n"
         "from perf_helpers import monitor\n"
