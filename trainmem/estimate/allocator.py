@@ -342,7 +342,6 @@ class CachingAllocator:
         """Take memory from the device for `pool`, and return a block of `size` bytes in it.
 
         This is the part of torch's malloc that runs if no cached block fits.
-
         `requested`: bytes before rounding.
 
         Raises:
@@ -426,8 +425,8 @@ class CachingAllocator:
         """Return a free block of `pool`, grown to `size` bytes; None if there is no room (torch:
         try_allocate_expandable_block).
 
-        If `size` exceeds the address range of one segment, the result is None. Releases older than torch 2.15 first
-        take a new segment, and map all of it if there is room; 2.15 and newer releases do not.
+        If `size` exceeds the address range of one segment, the result is None. In this case, releases older than torch
+        2.15 take a new segment in vain, and map all of it if there is room; newer releases take none.
         """
         if self._refuses_early and size > self._space[pool.page]:
             return None

@@ -23,10 +23,11 @@ def _convolution(gpu: Gpu, made, tensor, weight, *_, **__) -> list[Step]:
 def _convolution_backward(
     gpu: Gpu, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
 ) -> list[Step]:
-    """Return the memory requests of `convolution_backward`, in order: results (`made`), and buffers.
+    """Return the memory requests of `convolution_backward`, in order: results (`made`), and bytes of buffers.
 
-    The results are the gradients of images, weights and bias. torch's own depthwise kernel makes the weights'
-    gradient first (native/Convolution.cpp: convolution_backward).
+    The results are the gradients of images, weights and bias; torch's own depthwise kernel makes the weights' gradient
+    first. Buffers hold copies of tensors in another memory format than the kernel's, and, after the bias' gradient,
+    its partial sums (native/Convolution.cpp: convolution_backward).
     """
     layout = _layout_of_convolution(tensor, weight)
     rest = iter(made)
@@ -63,8 +64,8 @@ def _is_torchs_own_depthwise(
 ) -> bool:
     """Return whether a convolution is depthwise, and torch's own kernel for 1 or 2 dimensions, not cuDNN's, runs it.
 
-    In a depthwise convolution each channel has its own filters. Return False for volumes (3 dimensions), although torch
-    has a kernel for them, too: that kernel makes the images' gradient before the weights', as cuDNN does.
+    In a depthwise convolution each channel has its own filters. If True, the weights' gradient is made before the
+    images'. For volumes (3 dimensions) torch's own kernel makes it after the images', as cuDNN does: return False.
     Source: ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter.
     """
     if groups == 1 or tensor.shape[1] != groups or weight.shape[0] % groups:
@@ -94,8 +95,9 @@ def _is_torchs_own_depthwise(
 def _batch_norm(gpu: Gpu, made, tensor, weight, bias, mean, variance, trains, *_, **__) -> list[Step]:
     """Return the memory requests of `native_batch_norm`, in order: the results (`made`), and bytes of buffers.
 
-    torch's own kernel, which runs if the input has two dimensions, shares the sums of many rows between blocks of
-    threads (cuda/Normalization.cuh).
+    With two dimensions torch's own kernel runs. In training its buffers hold sums that blocks of threads share
+    (cuda/Normalization.cuh). With more dimensions cuDNN runs. If the input is neither contiguous nor channels last, a
+    buffer before the results then holds a copy of it.
     """
     if tensor.dim() > 2:
         return [*contiguous_copy(tensor, suggest_memory_format(tensor)), *made]
@@ -103,10 +105,12 @@ def _batch_norm(gpu: Gpu, made, tensor, weight, bias, mean, variance, trains, *_
 
 
 def _batch_norm_backward(gpu: Gpu, made, gradient, tensor, *_, **__) -> list[Step]:
-    """Return the memory requests of `native_batch_norm_backward`, in order: results (`made`), and buffers.
+    """Return the memory requests of `native_batch_norm_backward`, in order: results (`made`), and bytes of buffers.
 
-    With two dimensions the buffers hold two sums per column; the gradients of weight and bias are made before the
-    input's (cuda/Normalization.cu: batch_norm_backward_cuda). With more dimensions cuDNN runs.
+    With two dimensions, two buffers hold one sum per column each. Next come the gradients of weight and bias, buffers
+    in which blocks of threads share the sums, and the input's gradient (cuda/Normalization.cu:
+    batch_norm_backward_cuda). With more dimensions cuDNN runs: a copy of the output's gradient, unless it has the
+    input's memory format, comes before the results.
     """
     if tensor.dim() > 2:
         return [*contiguous_copy(gradient, suggest_memory_format(tensor)), *made]
@@ -115,10 +119,10 @@ def _batch_norm_backward(gpu: Gpu, made, gradient, tensor, *_, **__) -> list[Ste
 
 
 def _shared_sums(tensor: torch.Tensor, numbers: int) -> list[Step]:
-    """Return the bytes of the buffers by which blocks of threads share the sums of a batch norm's columns.
+    """Return the bytes of two buffers, for the partial sums of a batch norm's blocks of threads, and for counters.
 
-    `tensor`: the rows. `numbers`: how many numbers per column a block shares (cuda/Normalization.cuh:
-    flexible_launch_configs).
+    Return [] if there are too few rows to share. `tensor`: the input, (rows, columns). `numbers`: how many numbers
+    per column a block's partial sum has (cuda/Normalization.cuh: flexible_launch_configs).
     """
     rows, columns = tensor.shape
     wide = min(reduction_scratch.power_of_2(columns), 32)

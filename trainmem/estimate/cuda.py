@@ -85,7 +85,6 @@ def _softmax(name, tensor, dim, dtype=None):
     """Compute softmax, or log_softmax, along `dim` with a result in `dtype` (None: the tensor's type), and return it.
 
     For an fp16 tensor and an fp32 result this takes one kernel, as on CUDA, without a cast of the input.
-
     `name`: "softmax" or "log_softmax".
     """
     kernel = getattr(torch.ops.aten, f"_{name}")
@@ -143,7 +142,7 @@ def _rms_norm(tensor, shape, weight=None, eps=None):
 
 @contextlib.contextmanager
 def _foreach_allowed() -> Iterator[None]:
-    """Let optimizers use their foreach implementation in this context for fake CPU tensors, too, and be capturable."""
+    """Make optimizers treat fake CPU tensors as on a GPU in this context: use foreach, allow `capturable=True`."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 

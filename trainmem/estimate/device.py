@@ -159,7 +159,6 @@ class DeviceTracker(FakeTracker):
         """Let peft's function `plain` move an adapter to the device of its base layer.
 
         If this device is the GPU, mark AdaLoRA's copied `ranknum` as trainable, because a real move by peft does so.
-
         `layer`: the layer that has the adapter.
         """
         plain(layer, *args, **kwargs)

@@ -52,7 +52,10 @@ class DeviceArguments(TorchFunctionMode):
         self._default = made if made is not device else None
 
     def _named(self, device: Any) -> Any:
-        """Return `THE_DEVICE` if `device` names a GPU, otherwise `device`. From then on, tensors may be on the GPU."""
+        """Return `THE_DEVICE` if `device` names a GPU, otherwise `device`.
+
+        If a user's loop sends its tensors itself, a GPU's name also makes the tracker allow tensors on the GPU.
+        """
         made = user_cuda.device_argument(device)
         if self._tracker._places and made is not device:
             self._tracker.weights = Placement.DEVICE

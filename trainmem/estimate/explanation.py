@@ -48,7 +48,8 @@ Tensor = tuple[str, str, str, str]
 class Explanation:
     """Hold the difference of recipes A and B by argument, category and tensor.
 
-    For a category and for a tensor, a pair of numbers is (bytes in A, bytes in B); see `switches` for an argument.
+    For a category and for a tensor, a pair of numbers is (bytes in A, bytes in B). For an argument (`switches`), a
+    pair is the bytes that B's value adds to the peak: (after all earlier changes; as the only change, None: unknown).
     """
 
     a: MemoryEstimate
@@ -305,7 +306,6 @@ class Witness:
     """Observe a tracker that traces a training: find the line of code and the parameter or module of each memory block.
 
     `warnings` returns unexpected properties of the model, e.g. linear layers that are not quantized.
-
     `tracker`: the `FakeTracker`, or `DeviceTracker`, of the training.
     """
 

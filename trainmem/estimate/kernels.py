@@ -145,7 +145,6 @@ class Kernels:
 
         If a sum converts its input to another type, e.g. integers to int64, one buffer holds the converted input. If
         several thread blocks compute one element of the result, other buffers hold their partial results.
-
         `bytes_each`: bytes of one number of the partial results; 0: the size follows from the result's type.
         """
         if not tensor.numel():
@@ -249,8 +248,8 @@ class Kernels:
         return [*made, *self._reduction(made[0].element_size(), made[0], tensor, dim)] if len(made) == 1 else made
 
     def _variance(self, made, tensor, dim=None, *_, **__):
-        """Return the memory requests of `var`, `std` and `var_mean`: a partial result is four numbers (Welford's)."""
-        return [*made, *self._reduction(16, made[0], tensor, dim)]
+        """Return the memory requests of `var`, `std`, `var_mean`: results (`made`) and buffers for partial results."""
+        return [*made, *self._reduction(16, made[0], tensor, dim)]  # a partial result is four numbers (Welford's)
 
     def _distances(self, made, first, second):
         """Return the memory requests of the distances between rows, in order: bytes of buffers, then the result.
@@ -293,9 +292,10 @@ class Kernels:
         return [*[made[0].element_size()] * sum(on_host), *made]
 
     def _copy(self, made, target, source, *_, **__):
-        """Return the memory requests of `copy_`: a buffer if strided memory is copied between host and device.
+        """Return the memory requests of `copy_`, in order: the result (`made`), and the bytes of at most one buffer.
 
-        It is contiguous and on the device (cuda/Copy.cu: copy_requires_temporaries).
+        To copy between host and device, a strided tensor on the device needs this buffer: a contiguous copy on the
+        device (cuda/Copy.cu: copy_requires_temporaries).
         """
         if self._is_on_host(target) is self._is_on_host(source):
             return made
@@ -313,7 +313,8 @@ class Kernels:
     def _softmax_backward(self, made, gradient, output, *_, **__):
         """Return the memory requests of `_softmax_backward_data`, in order: the result (`made`), and bytes of buffers.
 
-        The last buffer holds the product of gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out).
+        The first buffers hold contiguous copies of gradient and output, if these are not contiguous. The last buffer
+        holds the product of gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out).
         """
         copies = [*contiguous_copy(gradient), *contiguous_copy(output)]
         return [*made, *copies, gradient.numel() * gradient.element_size()]

@@ -47,8 +47,8 @@ def _summed_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
 
 
 def _huber_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
-    """Return the memory requests of `huber_loss`: if its result (`made`) is a mean or a sum, a buffer comes before it,
-    with a number per element (native/BinaryOps.cpp).
+    """Return the memory requests of `huber_loss`: for a mean or a sum, a buffer with the losses of all elements, the
+    result (`made`), and buffers for partial sums; with reduction="none" only the result (native/BinaryOps.cpp).
     """
     (result,) = made
     count = torch.broadcast_shapes(tensor.shape, target.shape).numel()
@@ -56,10 +56,11 @@ def _huber_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
 
 
 def _loss_of_logits(gpu: Gpu, made, tensor, target, weight=None, positive=None, *_, **__) -> list[Step]:
-    """Return the memory requests of `binary_cross_entropy_with_logits`, in order: buffers, then the result (`made`).
+    """Return the memory requests of `binary_cross_entropy_with_logits`, in order: buffers, and the result (`made`).
 
-    A buffer holds the log-sigmoid, and another one the loss of each element; for weights of the positive class
-    (`positive`) there are two more in between (native/Loss.cpp).
+    The first buffer holds the log-sigmoid. For weights of the positive class (`positive`), the next two hold factors
+    made from these weights, and are freed. If the result is a mean or a sum, a buffer before the result holds the
+    losses of all elements, and buffers after the result hold partial sums (native/Loss.cpp).
     """
     (result,) = made
     weighted = [positive.nbytes, tensor.nbytes, Free(1), Free(1)] if positive is not None else []

@@ -162,8 +162,8 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
 def states_of_ctc(targets: torch.Tensor, _, lengths) -> int | None:
     """Return how many states CTC's loss aligns: 2 x (length of the longest transcript) + 1.
 
-    None: the length is not known. Transcripts of unknown lengths that are padded (`targets` has two dimensions) are
-    taken to be padded to the longest one. `lengths`: the transcripts' lengths, a tensor or a list of numbers.
+    `lengths`: the transcripts' lengths, a tensor or a list of numbers. If `lengths` is fake, the longest transcript is
+    assumed to fill a row of `targets`; return None if `targets` then has only one dimension, and so no rows.
     """
     if isinstance(lengths, FakeTensor):
         return 2 * targets.shape[1] + 1 if targets.dim() == 2 else None
@@ -228,8 +228,6 @@ def as_norms_do(function, args: tuple, result: Any) -> Any:
 
 def operation_of(function, args, leaves: list, structure: Structure) -> Operation:
     """Return an operator call as an `Operation`, in which tensors are replaced by their `Spec`s.
-
-    Called for each operation of a trace, and therefore written for speed.
 
     Args:
         function, args: the operator, and its positional arguments.

@@ -171,10 +171,8 @@ def _at_first(operation: Operation) -> list[Operation]:
     """Return the operations to run first to find the workspace of `operation`.
 
     This is the operation itself or, if it is large, three smaller versions of it, largest first, from which its
-    workspace is extrapolated.
-
-    An operation whose workspace does not depend on sizes is returned with tensors of one element. Return [] if the
-    operation is too large and cannot be made smaller.
+    workspace is extrapolated. An operation whose workspace does not depend on sizes is returned with tensors of one
+    element. Return [] if the operation is too large and cannot be made smaller.
     """
     if _is_sizeless(operation):
         leaves = (
@@ -308,8 +306,8 @@ class _Tried:
     def expected_seconds(self) -> float:
         """Return the seconds that the operation should take at full size.
 
-        They follow from the second run at the largest of the smaller sizes (`warm`): its seconds grow with the power
-        `_GROWTH` of the bytes. Without that run, the operation is assumed to process `_SLOW_BYTES_A_SECOND`.
+        They are the seconds of the smaller run `warm`, times (bytes at full size / bytes in this run) ** `_GROWTH`.
+        Without such a run, the operation is assumed to process `_SLOW_BYTES_A_SECOND`.
         """
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
@@ -353,7 +351,6 @@ class Runner:
         fork. A crash is possible because `resized` shortens lengths independently of each other: e.g. a kernel divides
         by zero if an attention has fewer query heads than key heads. After a crash the other operations run again in
         new forks.
-
         `threads`: number of threads that torch uses.
         """
         if not operations:

@@ -3,7 +3,6 @@
 The work has four parts. The experiment is brought into the form that is traced (`_as_traced`), and traced (`trace`).
 The memory beyond the tensors is added: operator workspaces on a CPU (`operator_workspaces`), segments and workspaces on
 CUDA (`allocator_replay`). The highest total is the peak.
-
 Importing this module is quick: its functions import torch, in the subprocess.
 """
 
@@ -195,9 +194,7 @@ def trace_of(experiment: Experiment, device: Device, known: dict[tuple, Any] | N
 
     If values decide which experts of a mixture the tokens choose, the trace assumes balanced routing. The trace's
     attribute `one_sided` is then a second trace, which assumes that all tokens choose the same experts.
-
-    `known`: results of operations in earlier traces, see `OperationCache`; this trace adds its own. None: no
-    results.
+    `known`: results of operations in earlier traces, see `OperationCache`; this trace adds its own. None: no results.
 
     Raises:
         Invalid: the experiment cannot be built, or an operation's result depends on tensor values, which are unknown.
@@ -426,8 +423,8 @@ def _by_category(live: np.ndarray) -> dict[str, int]:
 def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
     """Return the timeline of the last step; None if the step has fewer than two operations.
 
-    The timeline is a dict of lists, as in `memory_meter.series`, with at most 200 entries in each list. `totals`: all
-    live bytes during each operation of the trace, an array of shape (operations,).
+    The timeline is a dict of lists of equal length: "phase", "operation" and "module" of at most 200 operations, and
+    the bytes of each category then. `totals`: (operations,): all live bytes during each operation of the trace.
     """
     from trainmem.measure import memory_meter
 

@@ -63,8 +63,9 @@ def _product_of_4_bits(
 
 @functools.cache
 def _has_kernel(multiprocessors: int, capability: tuple[int, int]) -> Callable[[torch.dtype, int, int, int], bool]:
-    """Return a function of (dtype, M, N, K) that says whether bitsandbytes has a kernel for a 4-bit matmul of (M, K)
-    and (N, K), instead of dequantizing first.
+    """Return a function (dtype, M, N, K) -> bool: whether bitsandbytes has a kernel for a matmul with 4-bit weights.
+
+    The matmul multiplies activations (M, K) of `dtype` by weights (N, K). False: the weights are dequantized first.
 
     Args:
         multiprocessors: number of the GPU's streaming multiprocessors.

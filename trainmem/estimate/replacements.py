@@ -1,8 +1,7 @@
 """Replace parts of torch and transformers during a trace, so that they run on fake tensors.
 
-Batches that would only repeat an earlier batch do not run.
-
-Enter these contexts in the subprocess of a trace (see `trace`).
+Batches that would only repeat an earlier batch do not run. Enter these contexts in the subprocess of a trace (see
+`trace`).
 """
 
 import collections
@@ -188,17 +187,16 @@ def fake_casts(tracker: "FakeTracker") -> Iterator[tuple[Any, str, Callable]]:
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:
     """Return a context in which only the first two and the last of a step's micro-batches are traced.
 
-    The micro-batches between them do not run. On a CPU they have no entries in the log. For a GPU, the second
-    micro-batch's entries are repeated for those among the step's first `_REPEATED` micro-batches, because the
-    allocator's free blocks may still change during a few repetitions. Later ones have no entries.
+    The micro-batches between them do not run. For a CPU, they have no entries in the log. For a GPU, the log entries of
+    the second micro-batch are repeated for the third to the 32nd (`_REPEATED`), because the allocator's free blocks may
+    still change. Later ones have no entries. A micro-batch with a new shape, e.g. at the data's end, always runs.
 
     Args:
         tracker: the tracker of the trace; its log gets the repeated entries.
         alike: whether micro-batches of one shape are equal, except that the first one makes the gradients. If so, the
             last micro-batch does not run either: the log entries of the second one are repeated for it. In later steps
-            no micro-batch runs: the log entries of the first step are repeated. A shorter one at the data's end runs.
-            If the allocator's cache is emptied every n steps (`torch_empty_cache_steps`), the first n steps are traced,
-            and repeated later.
+            no micro-batch runs: the log entries of the first step are repeated. If the allocator's cache is emptied
+            every n steps (`torch_empty_cache_steps`), the first n steps are traced, and repeated later.
     """
     from transformers import Trainer
 

@@ -1,4 +1,4 @@
-"""Assume to which experts a mixture's router sends tokens. The real choice depends on values that no trace computes."""
+"""Assume that a mixture's router sends equally many tokens to each expert, or all tokens to the same experts."""
 
 from enum import Enum
 

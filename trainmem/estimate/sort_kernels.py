@@ -23,7 +23,7 @@ _SHARED_ROWS = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000)
 
 
 def _unique_at_once(gpu: Gpu) -> int:
-    """Return how many elements a block of threads takes at once to find those that differ, see `scan_bytes`."""
+    """Return how many sorted elements a thread block takes to find the distinct ones: the `tile` of `scan_bytes`."""
     return 4928 if gpu.capability >= (9, 0) else 1344 if gpu.capability == (8, 0) else 320
 
 
@@ -57,7 +57,7 @@ def sort_bytes(gpu: Gpu, count: int, largest: int, key: int = WORD) -> int:
 def _keys_bytes(gpu: Gpu, count: int, key: int) -> int:
     """Return the bytes of the buffer in which CUB sorts `count` numbers of `key` bytes, together with positions.
 
-    Before compute capability 9.0, numbers of 8 or 16 bits are sorted by bins of each multiprocessor.
+    Before compute capability 9.0, for numbers of 8 or 16 bits, the buffer has separate bins for each multiprocessor.
     """
     if key in _sorted_at_once(gpu):
         return sort_bytes(gpu, count, 1 << (8 * key - 2), key)
@@ -68,10 +68,10 @@ def _keys_bytes(gpu: Gpu, count: int, key: int) -> int:
 def _sort(gpu: Gpu, made, tensor, dim=-1, *_, **options) -> list[Step]:
     """Return the memory requests of `sort`, in order: the results (`made`), and bytes of buffers.
 
-    For up to 4096 numbers a row, a buffer holds the positions 0, 1, ... of a row. Longer rows are sorted by CUB: a
-    single row, or each very long one, on its own; up to 127 rows together, then again by the number of the row;
-    more rows as segments. Numbers that do not lie next to each other are copied first, and the results copied back
-    (cuda/SortStable.cu, Sort.cpp).
+    Rows of up to 4096 numbers take one buffer, for the positions 0, 1, ... of a row. Longer rows are sorted by CUB,
+    which takes buffers, too. A single row, or each of several very long rows, is sorted on its own. Up to 127 rows are
+    sorted together by number, then by row. More rows are sorted as segments of one array. If the numbers of a row do
+    not lie next to each other, buffers hold copies of the input and of the results (cuda/SortStable.cu, Sort.cpp).
     """
     dim = options.get("dim", dim)
     size = tensor.shape[dim] if tensor.dim() else 1
@@ -95,8 +95,9 @@ def _sort(gpu: Gpu, made, tensor, dim=-1, *_, **options) -> list[Step]:
 def _topk(gpu: Gpu, made, tensor, k, dim=-1, largest=True, ordered=True, *_, **__) -> list[Step]:
     """Return the memory requests of `topk`, in order: the results (`made`), and bytes of buffers.
 
-    In long rows, several blocks of threads count the numbers of one row by their digits. More than 4096 results a
-    row are sorted as by `sort` (cuda/TensorTopK.cu: mbtopk, TensorTopK.cpp).
+    If the rows are long, several blocks of threads search each row; buffers hold how many numbers have each digit,
+    and running sums. If a row has more than 4096 results, buffers serve to sort the results, as in `_sort`
+    (cuda/TensorTopK.cu: mbtopk, TensorTopK.cpp).
     """
     size = tensor.shape[dim] if tensor.dim() else 1
     rows, buffers = tensor.numel() // max(size, 1), []
@@ -129,8 +130,9 @@ def _randperm(gpu: Gpu, made, *_, **__) -> list[Step]:
 def _multinomial(gpu: Gpu, made, tensor, count, replacement=False, *_, **__) -> list[Step]:
     """Return the memory requests of `multinomial`, in order: the result (`made`), and bytes of buffers.
 
-    The buffers check the probabilities, and then hold a random number for each. Several samples with replacement
-    take two buffers of the probabilities' size (native/Distributions.cpp, cuda/MultinomialKernel.cu).
+    If several samples are drawn with replacement, there are two buffers of the probabilities' size. Otherwise, small
+    buffers serve to check the probabilities. The next buffer has a random number for each probability. If several
+    samples are drawn, the last buffer has one number for each (native/Distributions.cpp, cuda/MultinomialKernel.cu).
     """
     if replacement and count > 1:
         return [*made, tensor.nbytes, tensor.nbytes]

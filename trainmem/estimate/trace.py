@@ -77,7 +77,6 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
     """Trace an experiment on fake tensors and return its trace.
 
     The trace covers two or three optimizer steps, two forward passes in inference, or the user's function.
-
     `tracker`: logs the operations, and decides whether tensors are on a GPU.
 
     Raises:
@@ -224,11 +223,11 @@ class FakeTracker(Tracker):
         super().resized(storage)
 
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Send a module to the device, and return it."""
+        """Return the module: on a CPU nothing is sent; a subclass for GPUs sends the module to the device."""
         return module
 
     def take_module_back(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Send a module to the host, and return it."""
+        """Return the module: on a CPU nothing is sent; a subclass for GPUs sends the module to the host."""
         return module
 
     def send(self, tensor: torch.Tensor, category: str = Category.INPUTS) -> None:

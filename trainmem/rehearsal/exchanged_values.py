@@ -93,7 +93,7 @@ def _scatter(mode: Values, tensor: Tensor, scatter_list: list[Tensor] | None = N
 
 @contextlib.contextmanager
 def _broadcast(mode: Values, tensor: Tensor, src=None, group=None, group_src=None, **_) -> Iterator[None]:
-    """Without this, DeepSpeed's check that all ranks have the same values would fail."""
+    """Send the source rank's known values to all ranks; DeepSpeed checks that all ranks have the same values."""
     group = group or distributed.group.WORLD
     source = group_src if group_src is not None else distributed.get_group_rank(group, src or 0)
     sent = {source: mode.packed(tensor)} if group.rank() == source else {}
@@ -117,16 +117,16 @@ def _all_reduce(mode: Values, tensor: Tensor, op=distributed.ReduceOp.SUM, group
 
 @contextlib.contextmanager
 def _barrier(mode: Values, group=None, **_) -> Iterator[None]:
-    """Without this, a rank would read a file that another rank writes before the barrier."""
+    """Make all ranks wait for each other, e.g. so that no rank reads a file before another one has written it."""
     yield
     group = group or distributed.group.WORLD
     _exchange(mode, group, "barrier", {group.rank(): b"="}, [*range(group.size())])
 
 
 def _is_sent(tensor: Tensor, ranks: int = 1) -> bool:
-    """Return whether ranks exchange the values of tensors like this one; the answer is the same on all ranks.
+    """Return whether the ranks exchange the values of `tensor`: whether it is small enough, in view of its type.
 
-    `ranks`: number of tensors of this size in the collective.
+    `ranks`: how many tensors of this type and size the ranks exchange in the collective.
     """
     return (tensor.dtype in EXACT and tensor.nbytes * ranks <= LARGEST_SENT) or tensor.numel() <= LARGEST_FLOAT
 

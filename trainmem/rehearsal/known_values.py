@@ -141,9 +141,10 @@ class Values(TorchFunctionMode):
         return made
 
     def note_sparse_gradients(self) -> None:
-        """Note the positions of the embeddings' sparse gradients as known. Call it after each backward pass.
+        """Note whether the positions in embeddings' sparse gradients are known. Call this after each backward pass.
 
-        Autograd has copied the token ids into them. A gradient that is a sum of two has more positions.
+        The positions are copies of the token ids of a lookup: known if these ids are known and few. A gradient summed
+        over two lookups has more positions than a lookup has ids, and is skipped.
         """
         for weight, count, known in self._embeddings:
             gradient = getattr(weight(), "grad", None)
@@ -432,7 +433,7 @@ class Values(TorchFunctionMode):
     def coalesced(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a sparse tensor with each position once, in place of `aten._coalesce` for device tensors.
 
-        It allocates what torch's kernel allocates: flat positions, their order twice, and scratch memory to sort them.
+        It allocates what torch's kernel allocates: flat positions, two more arrays of this size, memory for sorting.
 
         Raises:
             NeedsValues: the positions are unknown, and this object does not assume values (`assumes=False`).
@@ -472,11 +473,9 @@ class Values(TorchFunctionMode):
 
 
 class LegacyType:
-    """Replace an old type of CUDA tensors, e.g. `torch.cuda.LongTensor`, so that what it makes from numbers is known.
+    """Replace an old type of CUDA tensors, e.g. `torch.cuda.LongTensor`; note small tensors made from numbers as known.
 
-    Args:
-        plain: the type.
-        values: the process's `Values`.
+    `plain`: the type that is replaced. `values`: the process's `Values`.
     """
 
     def __init__(self, plain: type, values: Values):

@@ -69,7 +69,7 @@ class OlderFiles:
         self.changed()  # now, because this process may be killed
 
     def open(self, plain: Callable, file: Any, mode: str = "r", *args, **kwargs) -> Any:
-        """Open a file with `plain`, Python's `open`; if the mode writes, keep the earlier file."""
+        """Open a file with `plain`, Python's `open`; before writing, move or copy a file from before the rehearsal."""
         if isinstance(file, str | os.PathLike) and isinstance(mode, str) and {*mode} & {"a", "w"}:
             name = _absolute(file)
             if "a" in mode and self.is_older(name) and os.path.isfile(name):
@@ -81,7 +81,10 @@ class OlderFiles:
         return plain(file, mode, *args, **kwargs)
 
     def move(self, plain: Callable, src: Any, dst: Any, **kwargs) -> None:
-        """Rename the file or folder `src` with `plain`; keep an earlier `dst`; note `src`, if it is an earlier one."""
+        """Rename the file or folder `src` to `dst` with `plain`.
+
+        If a file at `dst` is from before the rehearsal, first rename it. If `src` is, add its renaming to `undo`.
+        """
         if kwargs or isinstance(src, int) or isinstance(dst, int):
             return plain(src, dst, **kwargs)
         old, new = _absolute(src), _absolute(dst)
@@ -101,7 +104,7 @@ class OlderFiles:
             self._rename(name) if self.is_older(name) else plain(path, dir_fd=dir_fd)
 
     def remove_folder(self, plain: Callable, path: Any, *, dir_fd: int | None = None) -> None:
-        """Delete an empty folder with `plain`; if renamed files are all that it has, rename it."""
+        """Delete an empty folder with `plain`; rename a folder if it has only files that this object has renamed."""
         name = _absolute(path, dir_fd)
         inside = {os.path.join(name, each) for each in os.listdir(name)} if os.path.isdir(name) else set()
         if not self.is_aside(name):
@@ -109,7 +112,7 @@ class OlderFiles:
 
 
 def moved(paths: Iterable[str], old: str, new: str) -> set[str]:
-    """Return paths after the file or folder `old` was renamed to `new`."""
+    """Return `paths`, with the new paths of the file or folder `old`, now renamed to `new`, and of what is in it."""
     return {new + path[len(old) :] if path == old or path.startswith(old + os.sep) else path for path in paths}
 
 

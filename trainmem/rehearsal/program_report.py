@@ -76,7 +76,7 @@ class ProgramRun:
         return "\n".join([*lines, *(f"- {each}" for each in self.assumptions)])
 
     def _remedy(self) -> str:
-        """Return how to go on after this end; "" if there is nothing to advise."""
+        """Return advice on what to do after the program has ended with this `status`; "" if there is none."""
         if self.status == "failed" and any(sum(each["answers"].values()) for each in self.processes):
             return "an assumed answer may be the cause, see below; leave out the lines that need values"
         return ("" if self.assumes else _ASSUMING.get(self.status, "")) + _REMEDIES.get(self.status, "")

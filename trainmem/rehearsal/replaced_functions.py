@@ -118,8 +118,8 @@ def install() -> None:
         """Replace `torch._is_all_true`: return the same result, except True if `torch.distributions` checks unknown
         values, e.g. whether probabilities are not negative.
 
+        torch's own function would return an unknown result, whose use would raise an error or be assumed to be False.
         The checked values are in the local variable `value` of the method of `torch.distributions` that checks them.
-        Otherwise the unknown result of the check would raise an error or be assumed to be False.
         """
         found, frame = all_true(*args, **kwargs), sys._getframe(1)
         while frame and frame.f_globals.get("__name__") == "torch.distributions.distribution":
@@ -133,11 +133,11 @@ def install() -> None:
     grouped_product = torch._grouped_mm
 
     def of_groups(first, second, offs=None, **options):
-        """Replace `torch._grouped_mm`: return the same result, after writing equal parts into the memory of `offs`, the
-        ends of the groups, if they are unknown.
+        """Replace `torch._grouped_mm`: return the same result, but first write the ends of equal groups into `offs`,
+        the tensor of the groups' ends, if `offs` is unknown. `offs` still counts as unknown.
 
-        Without a kernel of its own torch reads the ends on the host and multiplies each group that is not empty. Its
-        memory is the same for all ends, unless every group is empty. The ends still count as unknown.
+        If torch has no kernel for all groups, it reads the ends on the host, and multiplies each group that is not
+        empty. The memory that this takes is the same for all ends, unless every group is empty.
         """
         if offs is not None and not mode.is_known(offs):
             length = second.shape[-1] if first.dim() == 3 else first.shape[-1 if second.dim() == 2 else 0]
