@@ -356,9 +356,10 @@ GUIDES = recipes.FOUR | {"attn_implementation": "eager"}
 def _rungs(here: Here) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
     """Yield each rung (added technique) of lesson 14's ladder of speed: (name, list of training arguments, text).
 
-    Each entry of the list is one way to add the technique. They are tried in order, until one fails; if there are
-    several, also until one needs more memory than the first recipe. The last one before that is kept. The text names
-    the packages or hardware that the machine `here` lacks for the rung; it is empty if it lacks none.
+    Each entry of the list is one way to add the technique. `best` tries the entries in order, and stops at the first
+    entry that fails or, if the list has several, that needs more memory than the first recipe of the ladder. The entry
+    before is kept. The text names the packages or hardware that the machine `here` lacks for the rung; it is empty if
+    nothing is missing.
     """
     native = "" if here.machine.kind == "cuda" or here.machine.native_bf16 else "needs a CPU with bf16 instructions"
     yield "+ tf32", [{"tf32": True}], here.lacking({"tf32": True})

@@ -193,7 +193,8 @@ def run(one: LibrarySet, lessons: list[str], environments: Environments, again: 
     """Run lessons and the rehearsal with a library set, unless an earlier call did; return the set's results.
 
     The results have the keys that `became` describes. The set's `done.json` keeps what ran, so that an interrupted call
-    can continue: {"key": from `state`, "packages", "date", "ran": {lesson or REHEARSAL: results}}.
+    can continue: {"key": the result of `state`, "packages": {package: version}, "date", "ran": {lesson or REHEARSAL:
+    results}}.
 
     `again`: repeat lessons and rehearsal even if an earlier call ran them.
     """

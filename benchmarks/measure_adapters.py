@@ -103,7 +103,7 @@ def rehearsed(lab: Lab, one: Training, folder: Path) -> dict:
 def cases(options) -> dict[str, Training]:
     """Return {"cpu 0": training, "cuda 0": training, ...}, a CPU and a CUDA training per number.
 
-    `options`: as in `runner.Measurement`.
+    `options`: the script's command-line options.
     """
     kinds = {"cpu": True, "cuda": False}
     numbers = range(options.count)

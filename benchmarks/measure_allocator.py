@@ -90,8 +90,8 @@ def of_a_training(chance: random.Random, live_bytes: float) -> list[Event]:
 
     Args:
         chance: the random generator.
-        live_bytes: bytes of memory for all of these. The activations of the largest batch take 0.3 to 1.5 times the
-            bytes that weights, gradients and optimizer states leave, so the memory may run out.
+        live_bytes: bytes of memory for weights, activations, gradients and optimizer states together. The activations
+            of the largest batch take 0.3 to 1.5 times the bytes that the others leave, so the memory may run out.
     """
     hidden, layers, words = (
         chance.choice([128, 256, 384, 768]),
@@ -274,10 +274,11 @@ def after(torch, retries: int) -> tuple:
 
 
 def double_after(double: CachingAllocator, places: dict[int, int]) -> tuple:
-    """Return the state of our model of the allocator at the end of a trace: (peaks, retries, segments), as from
-    `after`.
+    """Return the state of our model of the allocator at the end of a trace: (peaks, retries, segments).
 
-    Addresses are translated to torch's, so that the result can be compared with torch's state.
+    The peaks are [of allocated bytes, of reserved bytes], and the retries a number. A segment is (address, bytes,
+    "small" or "large", whether it is expandable, [(address, bytes, state) of each block]). Addresses are translated to
+    torch's, so that the result can be compared with the result of `after`, torch's state.
 
     `double`: the model; `places`: {number of a segment of the model: address of the same segment in torch}.
     """

@@ -293,8 +293,9 @@ def task_of(path: Path, name: str, family: str) -> Task:
 def compared(lab: Lab, name: str, kind: str, folder: Path) -> dict:
     """Compare the estimate of a model class with counted memory, and return the row for the record.
 
-    "counted" and "estimated" are {category: bytes}. Otherwise "refused" says why the estimate refuses the class, or
-    "left_out" why no training of the class runs.
+    "counted" and "estimated" are {category: bytes}, and "peak" is a key too. If the estimate refuses the class, the row
+    has "refused", the reason, instead of "estimated". If no training of the class runs, it has only "left_out", the
+    reason.
 
     Args:
         lab: runs the training.

@@ -39,7 +39,8 @@ def name_of(_: int, row: dict) -> str:
 def cases(options) -> dict[str, tuple[str, measure_cuda.Training]]:
     """Return {name: (kind, training)} of trainings on a GPU of compute capability 9.0.
 
-    A name is e.g. "adapters 3". Trainings that need torchao are left out. `options`: the script's command-line options.
+    The kind is a key of `KINDS`; a name is kind and number, e.g. "adapters 3". Trainings that need torchao are left
+    out. `options`: the script's command-line options.
     """
     made = {(kind, n): make(n, options.seed) for kind, make in KINDS.items() for n in range(options.count)}
     fit = {key: one for key, one in made.items() if one.arguments["optim"] in measure_random.WITHOUT_TORCHAO}

@@ -208,9 +208,9 @@ def lives(changes: Iterable[tuple[object, int, str]]) -> list[tuple[int, str]]:
     frees of blocks without an allocation in `changes`.
 
     Args:
-        changes: (block, bytes, code) of each event. The block is its address or another key. The code is e.g.
-            "trainer.py:12". The bytes of a free are negative; only their sign is used, and the code is not: the result
-            has the bytes and the code of the block's allocation.
+        changes: (block, bytes, code) of each event. The block is its address or another key. The bytes of a free are
+            negative. The code is e.g. "trainer.py:12". For a free, the number of bytes and the code are ignored: the
+            result has the bytes and the code of the block's allocation.
     """
     found, dead, living = [], [], {}
     for which, size, where in changes:

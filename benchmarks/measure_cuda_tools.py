@@ -66,8 +66,10 @@ def question(one: Training, folder: Path) -> dict:
 
 
 def tracked(trainings: list[Training], folder: Path) -> list[dict]:
-    """Return MemTracker's answer for each training, in the form of `tools.query`. It uses fake tensors on a rehearsed
-    card with the training's compute capability.
+    """Return MemTracker's answer for each training: {"bytes", "seconds", "own_bytes"} or {"refused": reason}.
+
+    `tools.query` explains the keys. MemTracker uses fake tensors on a rehearsed card with the training's compute
+    capability.
 
     `folder`: folder for the files with configurations.
     """

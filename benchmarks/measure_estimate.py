@@ -64,7 +64,7 @@ def cases(options) -> dict:
     """Return {name: (model, recipe)} of the trainings. The recipe of a large model is None, because only the time and
     memory that its estimate takes are measured.
 
-    `options`: as in `runner.Measurement`.
+    `options`: the script's command-line options.
     """
     trainings = {f"{task}, {recipe}": (task, recipe) for task in TASKS for recipe in RECIPES}
     return trainings | {name: (name, None) for name in LARGE}

@@ -130,7 +130,7 @@ class Suite:
         """Perform the run of a row in this lab, and return it. A rehearsal has no times, so only its memory is
         measured.
 
-        `measure`: as in `Lab.train`.
+        `measure`: the things to measure, e.g. ("memory", "time").
         """
         measure = ("memory",) if self.lab.machine.rehearsed else measure
         options = {"task": row.task, "measure": measure}

@@ -26,7 +26,7 @@ def cases(options) -> dict:
     """Return {name: (whether another process loads the machine, slowdown)} of simulated nightly runs; a slowdown of 0.1
     makes each step 10 % longer.
 
-    `options`: as in `runner.Measurement`.
+    `options`: the script's command-line options.
     """
     nights = [(number % 2 == 1, 0.0) for number in range(options.usual)]
     nights += [(number % 2 == 1, share) for share in SLOWER for number in range(options.slower)]

@@ -49,11 +49,13 @@ def measure(programs: Named, options: argparse.Namespace) -> Iterable[tuple[str,
 
 
 def row(name: str, program: dict, options: argparse.Namespace) -> dict:
-    """Rehearse a program; return the row of the record: "status", "version", "peaks" (bytes), "message" if it failed,
-    and more.
+    """Rehearse a program, and return the program's row for the record.
+
+    The row has "status", "version", "message" if the program failed, and facts about the run, e.g. "minutes". "peaks"
+    is [allocated bytes, reserved bytes] of the first process that used the card; it is missing if no process did.
 
     Args:
-        name, program: its name and its entry in programs.toml.
+        name, program: the program's name and its entry in programs.toml.
         options: the script's options.
     """
     about = {"name": name, "card": options.card}

@@ -130,10 +130,10 @@ def cases(options) -> dict[str, Training]:
 
 
 def measure(cases, options):
-    """Compare estimate and rehearsal of trainings until the time is over; yield (number, row) for each training.
+    """Compare estimate and rehearsal of trainings for `options.minutes`; yield (number, row) for each training.
 
-    The trainings are taken in blocks of 90. In each block, every compute capability has a turn: one card with this
-    capability rehearses the block's trainings for it.
+    The trainings are taken in blocks of 90. For each compute capability, one card rehearses those trainings of the
+    block that have this capability.
 
     `cases`: {name: training}; `options`: the script's command-line options.
     """

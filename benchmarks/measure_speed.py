@@ -103,7 +103,8 @@ def passes_in_turns(task) -> list:
 def of_passes(task) -> dict:
     """Compare a forward and backward pass of a task with itself, interleaved in each of three processes.
 
-    Return a row: "name", "floor", "load", and "cpu" and "wall", each [speed ratio, low, high], as in `compared`.
+    Return a row: "name", "floor" (the factor within which speeds count as equal), "load" (the system's load average),
+    and "cpu" and "wall": [speed ratio, low, high] by CPU time and by wall-clock time.
     """
     from perf_helpers import Lab
     from trainmem.records import CPU, WALL, Ratio

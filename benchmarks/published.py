@@ -169,9 +169,10 @@ def row_of(row: Row, predictions: tuple[int, int | None]) -> dict[str, Any]:
     """Return a row for published.json: the source's facts, "published" and "predicted" in MiB, and "error".
 
     "error" is predicted / published - 1. "older_rules_add" is, in MiB, the prediction for the source's library versions
-    minus the prediction for today's versions; None if both follow the same rules.
+    minus the prediction for today's versions; None if no second value is given.
 
-    `predictions`: (predicted bytes for the source's library versions, predicted bytes for today's versions or None).
+    `predictions`: (predicted bytes for the source's library versions, predicted bytes for today's versions). The second
+    value is None if today's versions behave in the same way.
     """
     predicted, today = predictions
     return {

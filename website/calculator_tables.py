@@ -124,8 +124,8 @@ def recipes_of(given: dict[str, list[str]]) -> Iterator[Recipe]:
 def room_of(task: Task) -> tuple[int, int]:
     """Return (the largest micro-batch of a task's tables, the largest length in units of 128 tokens).
 
-    Both together have at most `_MOST_TOKENS` tokens. The length stays below the model's sliding window, because longer
-    sequences get another attention mask.
+    A micro-batch of both sizes has at most `_MOST_TOKENS` tokens. The length stays below the model's sliding window,
+    because longer sequences get another attention mask.
     """
     config = task.build_config()
     longest = min(positions(config) or _LONGEST, (getattr(config, "sliding_window", None) or 10**6) - 1, _LONGEST)
@@ -139,9 +139,9 @@ def table_of(task: Task, recipe: Recipe, before: dict[Recipe, tuple]) -> dict[st
     table cannot reproduce all traces: a micro-batch of 1 may differ, because some tensors of one sample need no copy.
 
     Args:
-        before: {recipe: (its events, its table)}, at most one entry: the last recipe for which a table was made. If the
-            new recipe differs from it only in its kernels, and both have the same events at two micro-batches, that
-            table is returned. Otherwise the new recipe and its table replace the entry.
+        before: {recipe: (its events, its table)} of the last recipe for which a table was made, {} at first. If the new
+            recipe differs from the last one only in the kernels, and both have the same events at two micro-batches,
+            the last recipe's table is returned. If not, the new recipe replaces the last one in `before`.
 
     Raises:
         Unfit: no table reproduces the traces.
@@ -208,10 +208,14 @@ def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str
 
 
 def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the index that the page loads before any table: {"models", "questions", "kernels", "categories", "cards",
-    "versions"}.
+    """Return the index that the calculator's page loads before any table of a recipe.
 
-    `published`: the content of calculator.toml; a model without a table in `folder` is left out.
+    "models" has each model's sizes, its memory by other tools' formulas, and the names of its tables; a model without a
+    table in `folder` is left out. "questions" is {question: {choice: training arguments}}. "kernels" is {major compute
+    capability: key of `KERNELS`}. "categories" lists [name, colour], "cards" the properties of each card. "versions" is
+    {library: version}.
+
+    `published`: the content of calculator.toml.
     """
     models = {}
     for model in published["models"]:

@@ -126,7 +126,8 @@ def _operations(trace: Trace) -> dict[int, tuple[Hashable, Operation]]:
     """Return {number of a block: (key, the operation that allocated the block)}.
 
     Blocks that one execution of an operation allocates have the same key. A trace records no operations before its
-    first forward pass. A block of that time gets the operation of the same name that prepares a later batch, if any.
+    first forward pass. A block that is allocated before it gets the operation that allocated a block for a later
+    batch with the same operation in its label. Without such an operation, the block is left out.
     """
     log, begins = trace.log, trace.begins.tolist()
     born = {event: position for position, event in enumerate(log.events) if event >= 0}

@@ -23,7 +23,7 @@ RUNS_PER_MEDIAN = 5
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value in one course run: its date, and the interval and the verdict if it has them."""
+    """A value in one course run, with the run's date; `interval` and `verdict` are None if the value has none."""
 
     date: str
     value: float

@@ -52,14 +52,14 @@ def measure_here(profile: str) -> dict[str, Any] | None:
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """Time every recipe on this machine.
+    """Time a step of every recipe of `RECIPES` on this machine, with the model of a task.
 
     On a CPU with two cores or more, two processes run at a time, so that each always runs under the same load. The
     recipes alternate, so that other load affects all of them alike.
 
     Returns:
-        {"task", "threads", "recipes": {name: {"arguments", "passed", "computed", "message"}}}. "passed": wall-clock
-        seconds of each process's fastest step, minus those in which it waited for a core. If the waiting is unknown,
+        {"task", "threads", "recipes": {name: {"arguments", "passed", "computed", "message"}}}. "passed" has, for each
+        process, the seconds of its fastest step without waiting for a core. If the system does not report this waiting,
         "computed" has CPU seconds instead. If the recipe failed, both are [], and "message" says why.
     """
     machine = hardware.this_machine()
@@ -104,7 +104,7 @@ def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
 
 
 def is_settled(row: dict[str, Any]) -> bool:
-    """Return whether a recipe's times (`row`) are final: its two fastest processes agree, or a process failed."""
+    """Return whether a recipe's times (`row`) are final: the two least agree to `SEEN_TWICE`, or a process failed."""
     pairs = (sorted(row[clock])[:2] for clock in CLOCKS if row[clock])
     return bool(row["message"]) or all(len(pair) > 1 and pair[1] <= pair[0] * SEEN_TWICE for pair in pairs)
 

@@ -62,12 +62,12 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the verdicts that the ledger expects here (machine, profile); () if it predicts a value instead."""
+        """Return the verdicts that the ledger expects on this machine and profile; () if it asks for a prediction."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property
     def as_expected(self) -> bool:
-        """Return whether value and prediction overlap (as intervals); if one is missing, if the verdict is expected.
+        """Return whether value and prediction overlap as intervals; if one is missing, whether the verdict is expected.
 
         A verdict is expected if the ledger lists it, or if this machine cannot decide the claim (`excused`).
         """
@@ -78,7 +78,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Return why, and since which version, the ledger expects the claim not to hold, with a link; "" if no note."""
+        """Return the ledger's note on why the claim does not hold: reason, since when, and a link; "" if none."""
         claim = self.claim
         return " · ".join(filter(None, (claim.reason, claim.since and f"since: {claim.since}", claim.thread)))
 
@@ -104,7 +104,7 @@ class Decision:
         return number_text(self.value) + (f" ({interval_text(self.interval)})" if self.interval else "")
 
     def guide_text(self) -> str:
-        """Return as text the figure that a guide publishes for the claim, or "no figure", with guide and hardware."""
+        """Return the guide's figure for the claim as text, or "no figure", then the guide's name and hardware."""
         guide = self.claim.guide
         value = [] if guide.value is None else [number_text(guide.value)]
         figure = ": ".join([*value, guide.text or "no figure"])

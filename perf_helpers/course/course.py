@@ -60,7 +60,7 @@ def run_course(
         strict: fail a lesson if the verdict on a claim is not one that the ledger of claims (claims.toml) expects.
         timeout_per_lesson: seconds after which a lesson is ended; set it to several times the time of the slowest one.
         at_once: lessons that run in parallel; None: up to four on a CPU with enough cores and memory, otherwise one.
-        at_the_end: called with the profile's name after the report, while the course's server can fork; gives "paces".
+        at_the_end: called with the profile's name after the report is written; "paces" of the content has its result.
 
     Raises:
         ValueError: a lesson or the profile does not exist, or `out` is the folder of the lessons themselves.

@@ -113,7 +113,7 @@ def _claim(table: dict) -> Claim:
 
 
 def decide(claim: Claim, value: float | tuple[float, float] | None, machine_supports: bool) -> Verdict:
-    """Return the verdict on a claim. It "holds" if the measured value is in the range of its rule, `claim.window()`.
+    """Return the verdict on a claim: "holds" if the measured value is in the claim's range, `claim.window()`.
 
     A value outside is "smaller than promised" if it is between the range and `claim.no_effect`, otherwise "refuted". An
     interval is "too small to tell" if its ends get different verdicts, or if it extends beyond both ends of the range.

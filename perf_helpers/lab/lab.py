@@ -86,8 +86,8 @@ class Lab(Runner):
             baseline: the run that the others are compared with.
             others: one run gives a comparison, several give a list of comparisons.
             turns: turns per run (default: the profile's); on a CPU they are divided among the subprocesses.
-            steps_per_turn: optimizer steps per turn; the fastest of them counts.
-            timeout: seconds for all runs together; on a GPU, for each pair of runs (default: the lab's, per other run).
+            steps_per_turn: optimizer steps per turn; the fastest step counts.
+            timeout: seconds for all runs together, on a GPU for each pair (default: the lab's for each of `others`).
 
         Raises:
             ValueError: a run belongs to another lab, no other run is given, or a number is out of range.

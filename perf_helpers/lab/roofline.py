@@ -182,9 +182,9 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
 
 
 def _copied_bytes(device: str) -> int:
-    """Return how many bytes to copy to measure a device's copy rate: the size of its largest cache.
+    """Return how many bytes to copy to measure a copy rate: the CPU's largest cache, at most 1/8 of the free memory.
 
-    Source and target together then exceed the cache. At most 1/8 of the free memory, but at least `COPIED_BYTES`.
+    The result is at least `COPIED_BYTES`, for a GPU exactly. Source and target together then exceed the cache.
     """
     least = COPIED_BYTES[device]
     if device == "cuda":

@@ -237,9 +237,9 @@ class Workers(Executor):
         raise Killed(f"{both}; the row is not tried a third time", tuple(attempts))
 
     async def _free(self, lost_by: set[str]) -> _Worker:
-        """Wait for a worker with a free device, and return it; if an error stopped all calls, raise this error.
+        """Wait until a worker has a free device, and return this worker; if an error stopped all calls, raise it.
 
-        `lost_by`: names of workers that died while running this call. They are used again only if there are no others.
+        `lost_by`: names of workers that died while running the caller's call; used only if there is no other worker.
         """
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]
@@ -356,7 +356,7 @@ def dask_setup(worker) -> None:
 
 
 def introduce(dask_worker) -> _Worker:
-    """Start a fork server in `dask_worker`, the worker where Dask runs this function, and return its description."""
+    """Start a fork server in `dask_worker`, the worker where Dask runs this function, and describe this worker."""
     without_dasks_settings()
     SERVER.start()
     return _Worker(

@@ -135,9 +135,9 @@ def run(
 ) -> Sweep:
     """Run the rows of a plan: in parallel if the lab has an executor, otherwise one by one. Return a run per row.
 
-    A row is not repeated if the lab's store has a run of the same task, arguments and versions, on a machine that is
-    available now. An interrupted sweep therefore continues when it is run again. This process stores each run as soon
-    as it ends, so workers need no common folder.
+    A row is not repeated if the lab's store has a run of the same task, arguments and package versions, on a machine
+    that is available now. An interrupted sweep therefore continues when it is run again. This process stores each run
+    as soon as it ends, so workers need no common folder.
 
     Args:
         lab: runs the rows; use `Lab(executor=Workers(client))` for a cluster. `lab.runs` gets the sweep's runs.
@@ -194,9 +194,9 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
     """Return {number of a row of the plan: its stored run} for the rows that need not run again.
 
-    The stored run is the latest successful run of the same training, on a machine that is available now, with the same
-    versions; one with the row's name comes first. If it lacks a requested measurement, the row must run again.
-    `experiments`: the experiment of each row.
+    A stored run counts if the same training succeeded on a machine that is available now, with that machine's present
+    package versions. A run with the row's name is preferred, then the latest run. If this run lacks a requested
+    measurement, the row must run again. `experiments`: the experiment of each row.
     """
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
     current = {(machine.name, _decisive_versions(versions)) for machine, versions in places_here}

@@ -150,8 +150,8 @@ def question(lab: Lab, key: str, text: str, options: Mapping[str, str], right: s
 def prove(check: Callable[[Any], Feedback], *, solution: Any, mistake: Any) -> Feedback:
     """Prove that a lesson's check accepts its solution and rejects a plausible mistake; return the feedback to show.
 
-    The proof runs with the lesson, but the learner's journal keeps nothing of it, and the learner must unfold the
-    feedback. This is "not measured", and nothing is proved, if a value is needed that is unknown on this machine.
+    The feedback has the solution's result, folded. The learner's journal keeps no entry of the proof. If the check
+    needs a value that is unknown on this machine, the feedback is "not measured", and nothing is proved.
 
     Args:
         check: takes an answer (None: not attempted) and returns its feedback.
@@ -322,7 +322,7 @@ def _measured_feedback(
 ) -> Feedback:
     """Run a recipe (training arguments), keep it in the journal if it meets the target, and return the feedback.
 
-    `key`: names the challenge; `limit_bytes`: largest peak; `at_least_speed`: least ratio to `baseline`; None: any.
+    `key`: names the challenge; `limit_bytes`: largest peak; `at_least_speed`: least speed / the baseline's; None: any.
     """
     name, same = f"your {key}", replace(baseline, arguments=recipe).experiment
     before = (run for run in lab.runs if run.ok and run.memory and run.name == name and run.experiment == same)
@@ -378,7 +378,7 @@ def progress(lab: Lab) -> plots.Table:
 
 
 def _cells(lesson: learner_log.Progress | None) -> list[str]:
-    """Return the cells of a lesson's row in the progress table, except its name; None: a lesson not in the journal."""
+    """Return the cells after the name in a lesson's row of the progress table; `lesson` is None if it is not begun."""
     if lesson is None:
         return ["not begun", "", "", "", ""]
     decided = sum(verdict != "not testable here" for verdict in lesson.claims.values())

@@ -24,7 +24,7 @@ OPEN: dict[Hashable, Callable[[], None]] = {}  # {place: the function that close
 
 
 def take(key: Hashable, close: Callable[[], None]) -> None:
-    """Close the old element at the place `key`; keep `close`, with which the next call closes the new element."""
+    """Close the element shown at the place `key`; keep `close`, which closes the element that is shown there next."""
     close_before = OPEN.pop(key, None)
     OPEN[key] = close
     if close_before:
@@ -70,9 +70,9 @@ def close_widget(widget: "Widget") -> None:
 
 
 def observe(controls: "Iterable[Widget]", function: Callable[[Any], None], output: "Output") -> Callable[..., None]:
-    """Call a function whenever a control changes its value; `output` captures what the function shows or raises.
+    """Register a callback that calls `function` with each change of a control's value; return this callback.
 
-    Return the callback that was registered.
+    `output` captures what `function` displays, prints or raises.
     """
     callback = output.capture()(function)
     for control in controls:

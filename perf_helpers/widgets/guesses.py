@@ -64,7 +64,7 @@ def predict(lab: Lab, key: str, question: str, unit: str, low: float, high: floa
 def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None = None) -> Feedback:
     """Return the feedback on a guess: its error, and a picture of guess, estimate and measured value.
 
-    Only a guess that was committed before the measured value was first shown counts. The feedback says if none does.
+    A guess counts only if it was committed before the value was first shown. The feedback says if no guess counts.
 
     Args:
         key: the key that was given to `predict`.

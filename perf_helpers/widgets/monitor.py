@@ -163,7 +163,7 @@ def _host_reader() -> Callable[[], Figures]:
         psutil.cpu_percent()  # the first sample reports the time since this call
 
     def children() -> int:
-        """Return the resident bytes of all descendants and experiments; a page that two of them share counts twice.
+        """Return the resident bytes of this process's descendants and experiments; a page shared by two counts twice.
 
         In a course an experiment is no descendant of its lesson: it is forked by the course's server.
         """
