@@ -70,7 +70,7 @@ widgets.predict(lab, "share of products", "What share of the step's time do matm
 #
 # `interleaving.in_turns` calls each function of a list in turn, several times. For each function it returns the times of its calls: the seconds of the clock and the seconds that were spent computing.
 #
-# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle. Matmuls in tf32, a shorter format for fp32's inputs (lesson 07), would use them; it stays off here.
+# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle, unless torch may shorten their inputs to the format tf32 (lesson 07). Here it may not.
 
 
 # %%
@@ -121,7 +121,7 @@ header = [
 plots.Table(header, rows)
 
 # %% [markdown]
-# An operation with fewer FLOPs per byte than the *ridge* waits for memory. The last column is the same ridge per *number* moved: a 16-bit number has half the bytes of an fp32 number. An operation does as many FLOPs per number in every precision, so compare the rows by this column. If it is higher for a 16-bit format, more operations wait for memory in that format.
+# An operation with fewer FLOPs per byte than the *ridge* waits for memory. The last column is the same ridge per *number* moved: a 16-bit number has half the bytes of an fp32 number. An operation does the same FLOPs per number in every precision, so compare the rows by this column. If it is higher for a 16-bit format, more operations wait for memory in that format.
 #
 # ## By hand: three operations
 #
@@ -380,7 +380,7 @@ _ = right.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(
 # %% [markdown]
 # Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The first claim below is about all operations that are not matmuls: their share of the FLOPs is divided by their share of the bytes. The second tests the order of the groups in FLOPs per byte, without copies and embeddings, which only move bytes: each group is divided by the next, and the smaller ratio counts. How many FLOPs an `exp` counts as is a convention: here one; the note also has the values for ten.
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The first claim below is about all operations that are not matmuls: their share of the FLOPs is divided by their share of the bytes. The second tests the order of the groups in FLOPs per byte, without copies and embeddings, which only move bytes: each group is divided by the next, and the smaller ratio counts. An `exp` counts as one FLOP here. That is a convention, so the note also has the values if it counts as ten.
 
 
 # %% tags=["claim"]
@@ -442,7 +442,7 @@ plots.Table(header, table)
 #
 # ### Backward against forward
 #
-# The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted: the passes without dropout, and dropout by itself, are timed in the same turns and added.
+# The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted: dropout alone is timed, and its seconds in each pass are added to that pass without dropout.
 #
 # The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest: multiples of its *tiles*, the blocks in which it computes the result. If that is true here, a FLOP of backward takes longer than one of forward: the claim's ratio is above 1.
 
@@ -751,7 +751,7 @@ _ = axes[1].set_xlabel("microseconds")
 # - **Wide bars of matmuls**: the step is *compute-bound* (by arithmetic). A faster precision helps it (lesson 07).
 # - **Wide bars of other operations**: the step is *memory-bound* (by bandwidth). Fewer bytes help it, unless the bars draw dropout's masks (on a CPU).
 #
-# A bar also contains the overhead of its call. The kernels in the lower picture process many more numbers. If one takes the same time in both pictures, most of its bar is overhead.
+# A bar also contains the overhead of its call. The kernels in the lower picture process many more numbers. If one takes as many microseconds in both (the axes differ), most of its bar is overhead.
 #
 # ## "My GPU is at 100 %"
 #
@@ -794,7 +794,7 @@ plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 # %% [markdown]
 # All three are busy. (101 % is possible: the two clocks of a CPU can differ a little.) This says nothing about speed; the MFU and the trace do.
 #
-# (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? A CPU reads memory into its cache before it overwrites it. So our copy moved three bytes for two that we counted: it also read its target. Adding in place reads nothing extra. And this loop's 16 MB can stay in a large cache.)
+# (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? First, a CPU reads memory into its cache before it overwrites it. So our copy moved three bytes for every two that we counted; adding in place reads nothing extra. Second, this loop's 16 MB can stay in a large, faster cache.)
 #
 # ## Explore
 #
