@@ -507,7 +507,12 @@ note = f"by the lab's meter; {slope(depths, growth['segments of √n blocks']):.
 claims.check("checkpointing-sqrt", power, note=note)
 
 # %% [markdown]
-# The 2022 guide promises the square root for the library's flag as well, and the 2023 guide says that only a fraction of the activations is computed again. The next cell decides three claims. For the first two it counts, in a BERT under the flag, how the bytes that wait for backward after the forward pass grow with the number of layers, and how many of its layers run twice. The third claim is about *forget all*, and uses the matmuls that were counted above.
+# The 2022 guide promises the square root for the library's flag as well, and the 2023 guide says that only a fraction of the activations is computed again. The next cell decides three claims. The first two are about a BERT under the flag:
+#
+# - How fast do the bytes that wait for backward, after the forward pass, grow with the number of layers?
+# - Which share of the layers runs forward twice?
+#
+# The third claim is about *forget all*, and uses the matmuls that were counted above.
 
 
 # %% tags=["claim"]
@@ -532,7 +537,7 @@ claims.check("checkpointing-forget-all", more_matmuls)
 # %% [markdown]
 # ## Explore
 #
-# Apply the formula to any number of layers and any inside. You saw above how large the inside of a transformer layer is. The curve *together* is the sum of the other two: the kept checkpoints and the insides. For each number of layers, find the minimum of this curve. From how many layers on do you need more than one layer per segment to reach it?
+# Apply the formula to any number of layers and any inside. The curve *together* is the sum of the other two: the kept checkpoints and the insides. The best segment is where this curve is lowest. First leave the inside at its first value, about that of the transformer layers above, and change only the number of layers. With few layers, segments of one layer are best. From how many layers on are longer segments better?
 
 
 # %% tags=["widget"]
@@ -593,7 +598,7 @@ exercises.prove(check, solution=4, mistake=8)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# A model has 8 layers, numbered from 0. Save at least half of the memory that checkpointing all layers saves (the printed limit), and recompute **at most half** of the layers. (Half of a forward pass is a sixth of the matmuls of a step.) Which layers do you checkpoint?
+# A model has 8 layers, numbered from 0. Save at least half of the memory that checkpointing all layers saves, and recompute **at most half** of the layers. (Half of a forward pass is a sixth of the matmuls of a step.) So your peak must not exceed the printed limit, which is halfway between the peak with no layer checkpointed and the peak with all of them. Which layers do you checkpoint?
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
