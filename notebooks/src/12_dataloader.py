@@ -300,7 +300,7 @@ shares = [waiting_share(bars[12:]) for bars in pair]
 print("share of the time spent waiting: {:.0%} by the rules, {:.0%} measured".format(*shares))
 
 # %% [markdown]
-# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. The charts can differ: a read is set to take three times `own`, the time of a step *before* the workers started. With workers, steps may be slower than `own`. Then a read is shorter than three steps, and the waits are shorter than predicted. Or steps may be faster. Then a read is longer than three steps, the waits are longer, and four workers can gain more than the predicted four times.
+# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. The charts can differ: a read takes three times `own`, the time of a step *before* the workers started. If steps are now slower than `own`, a read is shorter than three of them, and so are the waits. If steps are now faster, the waits are longer than predicted. Four workers hide these longer waits, too, so they can gain more than the predicted four times.
 #
 # ## More workers
 #
@@ -423,7 +423,7 @@ plots.Table(titles, [*zip(sources, *numbers)])
 # %% [markdown]
 # The last row is the trap. In each epoch, each worker gets a copy of a generator that never moves on in the main process. The DataLoader seeds `random`, torch and numpy's global generator (the last one since torch 1.9), but it does not know of a generator that your data set holds. Seed such a generator from `get_worker_info().seed`.
 #
-# A second trap is *streaming*. A data set that is too large to be read sample by sample in any order is stored in files (*shards*), which are read from beginning to end. This is also the fastest way to read from disks and object stores (WebDataset's tar files are an example). The `DataLoader` cannot distribute the samples of a stream, so each worker has to pick its own shards. The next table shows what happens if the workers do not.
+# A second trap is *streaming*. A data set that is too large for random access to its samples is stored in files (*shards*), which are read from beginning to end. This is also the fastest way to read from disks and object stores (WebDataset's tar files are an example). The `DataLoader` cannot distribute the samples of a stream, so each worker has to pick its own shards. The next table shows what happens if the workers do not.
 
 
 # %%
@@ -559,7 +559,7 @@ plots.Table(["batches", "share of padding", "tokens per second, padding not coun
 #
 # ## To the GPU
 #
-# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned (*pageable*: the operating system may move it), one that is pinned within the step, which waits for that, and one that was pinned before the clock starts. Without a GPU nothing is measured. The cell after the table only defines a function: it reads the GPU's utilization, once with the input ready and once with a slow reader, for a claim at the end.
+# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned (*pageable*: the operating system may move it), one that is pinned within the step (the step waits meanwhile), and one that was pinned before the clock starts. Without a GPU nothing is measured. The cell after the table only defines a function: it reads the GPU's utilization, once with the input ready and once with a slow reader, for a claim at the end.
 
 
 # %%
