@@ -153,7 +153,7 @@ print(type(block).__name__, "computes its experts by", model.config._experts_imp
 #
 # ### Which layers?
 #
-# "Every other FFN layer is replaced", say the guides. Their picture comes from the paper on GLaM, a mixture by Google, for which this is true. What do other models do? The table has each architecture's default configuration in full size, on torch's `meta` device (lesson 00):
+# "Every other FFN layer is replaced", say the guides. Their picture comes from the paper on GLaM, a mixture by Google, for which this is true. The table has each architecture's default configuration in full size, on torch's `meta` device (lesson 00):
 
 
 # %%
@@ -386,11 +386,11 @@ shown = {name: [seed[name]["losses"] for seed in learnt] for name in SHAPES if n
 _ = plots.losses(shown, title="48 languages")
 
 # %% [markdown]
-# Compare models with the same *FFN width a token meets*: those with more experts end with a lower loss. And the last row: what went wrong there?
+# Compare models with the same *FFN width a token meets*: those with more experts end with a lower loss. What went wrong in the last row?
 #
 # ## Who gets the tokens?
 #
-# The left picture shows the load of each expert. The right one shows how many of the tokens' choices are lost if an expert takes only a fixed number of tokens: the *capacity factor* times the mean. The table asks what a token's expert depends on: you know one thing about a token, and guess the expert that the gate scores highest. If you know nothing, you always guess the expert that is chosen most often.
+# The left picture shows the load of each expert. The right one shows how many of the tokens' choices are lost if each expert accepts only so many: the *capacity factor* times the mean per expert. The table asks what a token's expert depends on: you know one thing about a token, and guess the expert that the gate scores highest. If you know nothing, you always guess the expert that is chosen most often.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
@@ -425,9 +425,9 @@ display(
 #
 # ## What quality costs
 #
-# The guides name two mixtures that are as good as a large dense model. A mixture's *base model* is a smaller dense model with as many weights as a token meets in the mixture. With dozens of experts, this base model is 5 times smaller than the large model; with a few experts, 2 to 3 times. Three dense models take part here (numbers are widths of the FFN):
+# How does a mixture get as good as a large dense model? The guides give experts to a smaller dense model, the *base model*; a token meets as many weights as before. With dozens of experts, the base model can be 5 times smaller than the large model; with a few, 2 to 3 times. Three dense models take part here (numbers are widths of the FFN):
 #
-# - *160* is the large model. A token meets a width of 64 in 8 experts (160 / 2.5), and of 32 in 64 experts (160 / 5; compared in memory only).
+# - *160* is the large model. In 8 experts a token meets a width of 64 (160 / 2.5), in 64 experts one of 32 (160 / 5). In memory both mixtures are compared with it, in seconds only the first.
 # - *of equal quality* would end with the loss of the 64 experts. Its FFN width is interpolated between two trained widths.
 # - *32* is the base model of the 64 experts.
 #
@@ -492,7 +492,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# Read down the column of forward passes: the wider the models, the closer the gain in seconds comes to the gain in operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. A step can gain less than a forward pass, as in the last row, because AdamW goes over *all* experts in each step. Large trainings have a thousand times as many tokens in a step, so the update is a small part. The papers' figure, a training 4 to 5 times as fast, is out of reach here: the mixture does not save that many operations.
+# Read down the column of forward passes: the wider the models, the closer the gain in seconds comes to the gain in operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. A step can gain less than a forward pass, as in the last row, because AdamW goes over *all* experts in each step. In large trainings, with a thousand times as many tokens per step, the update is a small part. The papers' figure, a training 4 to 5 times as fast, is out of reach here: the mixture does not save that many operations.
 #
 # ## Experts in two processes
 #
@@ -610,7 +610,7 @@ held = [f"{values['expert bytes']:,}" for values in (alone, *ranks)]
 print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2]} on the two ranks")
 
 # %% [markdown]
-# A rank stores half of the experts and never sends them. The experts' gradients are not summed over the ranks either, because each expert has already computed the tokens of all ranks. But these gradients must be divided by the number of ranks, N. Each rank has a loss of its own, the mean over its tokens, and an expert's gradient is the *sum* over the N losses. For other weights DDP takes the *mean* over the N ranks, which is N times smaller. AdamW would hide the difference, because it divides by the gradient's size; clipping by the norm would not.
+# A rank stores half of the experts and never sends them. The experts' gradients are not summed over the ranks either, because each expert has already computed the tokens of all ranks. But `layer_step` divides them by the number of ranks, N. Each rank has a loss of its own, the mean over its tokens, and an expert's gradient is the *sum* over the N losses. DDP takes the *mean* for the other weights. Without the division, experts' gradients would be N times too large. AdamW would hide this (it divides by the gradient's size); clipping by the norm would not.
 #
 # The last column's formula is: tokens of a rank x *k* x width x bytes per number x (N - 1) / N. It holds if the choice of experts is even. If the two ranks' dispatches differ, it is uneven: the rank that sends less has the more popular experts, so more of its own tokens stay. It also receives and computes more, and the other rank waits for it.
 #
@@ -618,7 +618,7 @@ print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2
 #
 # ### A mixture against a dense model
 #
-# In the first five of these seven checks, a token meets as many FFN weights in the mixture as in the dense model. In the last two, the dense model has equal quality. Its width differs by seed, so these intervals are wider than the table's. The range *predicted* for `moe-faster` comes from the interval of `moe-inference`: the low end is 40 % lower, because a step also updates all experts, the high end 5 % higher.
+# In the first five of these seven checks, a token meets as many FFN weights in the mixture as in the dense model. In the last two, the dense model has equal quality. Its width differs by seed, so these intervals are wider than the table's. The range *predicted* for `moe-faster` comes from the interval of `moe-inference`. Its low end is 40 % lower, because a step also updates all experts; its high end has a margin of 5 %.
 
 # %% tags=["claim"]
 inference, faster, few, slower = speeds[SCALES[-1]]
