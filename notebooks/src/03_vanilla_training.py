@@ -195,7 +195,7 @@ print(f"lab.train holds {difference:,} bytes more than the loop; the batch ahead
 # - `assert` states what a guide takes for granted
 # - `args` makes `TrainingArguments`, and `command` reads them from a command line
 # - `load` is `from_pretrained` on a checkpoint in fp16
-# - `named` and `listed` are the compiler backends that the guide names, and those that torch lists
+# - `named` and `listed` are backends of `torch.compile` (a backend turns a model into faster code): those that the guide names, and those that torch lists
 # - `program` is a program that does nothing
 # - `ds` is a data set, `one` a tensor with a single number
 
@@ -367,13 +367,13 @@ exercises.question(
 #
 # - **Rounds inside one process**, on one thread. A *turn* is one step of a recipe. A *round* has three turns: two of the first recipe, the baseline, and one of the second. A slow minute slows all three turns, and so does a process that is slow as a whole.
 # - **One ratio per round**: the mean time of the baseline's two turns, divided by the time of the second recipe's turn. Above 1 the second recipe is faster. The lab calls this ratio a *pair*, because it compares two times.
-# - **Several processes.** A process can favour one of the recipes in all its rounds, for example by where its tensors are in memory. So the lab spreads the rounds over several processes. (Its argument `turns` is the number of rounds: `turns=8` means 8 rounds in all.)
+# - **Several processes.** A process can favour one of the recipes in all its rounds, for example by where its tensors are in memory. So the lab spreads the rounds over four processes. (Its argument `turns` is the number of rounds: `turns=8` means 8 rounds in all, two in each process.)
 # - **CPU time** decides. The ratio by the wall clock is shown beside it.
-# - **Against itself.** The baseline's two turns in a round run the same code. Without noise their times would be equal, a factor of 1. The median factor between them is this measurement's **noise floor**; the lab takes 1.05 if it is smaller.
+# - **Against itself.** The baseline's two turns in a round run the same code. Without noise their times would be equal. The lab divides one time by the other in each round, takes the median of these ratios, and inverts it if it is below 1. The result is this measurement's **noise floor**, but never less than 1.05.
 #
 # > **On a GPU:** no other program uses the GPU, so each recipe has a process of its own, the clock decides, and the floor is 1.02.
 #
-# The first comparison is between two runs of the same recipe. The second has one change that ought to show: sequences of a quarter of the length. (The step times in the table are those of each training by itself, measured once, one after the other; the ratios come from the turns.)
+# The first comparison is between two runs of the same recipe. The second has one change that ought to show: sequences of a quarter of the length. (Do not compare the step times in the table: each training was timed by itself, one after the other, and *the same again* for a single step. The ratios come from the turns.)
 
 # %%
 again = lab.train("the same again", task=short, per_device_train_batch_size=4, steps=1)  # new: a name; one step timed
@@ -409,7 +409,7 @@ exercises.question(
 #
 # How well do these pairs determine their median? A **bootstrap** interval answers that by drawing again from what was measured:
 #
-# 1. Draw processes at random, as many as there were. The same one may be drawn more than once.
+# 1. Draw processes at random, as many as there were (four on a CPU). The same one may be drawn more than once.
 # 2. From each process drawn, draw pairs in the same way, as many as it has.
 # 3. Take the median of all pairs drawn.
 # 4. Repeat this 2000 times, and keep the middle 95 % of the medians.

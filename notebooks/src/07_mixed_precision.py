@@ -433,7 +433,7 @@ widgets.predict(
 # %% [markdown]
 # ### Baseline, then change one thing
 #
-# This is the 2022 guide's experiment: bert-base on 128 tokens, with more and more samples. There are three recipes: fp32, mixed precision, and *pure* half precision, whose weights have 16 bits. Each step has two micro-batches: while the second is computed, the gradients of the first are in memory.
+# This is the 2022 guide's experiment: bert-base on 128 tokens, with more and more samples. The recipes are fp32, mixed precision, and *pure* half precision, whose weights have 16 bits. Each step has two micro-batches: while the second is computed, the gradients of the first are in memory. (In the legend of the next picture, *operator workspace* is memory that an operation uses internally.)
 #
 # > **On a CPU** a miniature of bert-base is trained, with about the same ratio of a sample's activations to the weights. `estimate` calculates the peaks of bert-base on a GPU.
 
@@ -612,7 +612,7 @@ plots.Table(["activations against fp32", "default attention", "attn_implementati
 #
 # A task that can be learnt is trained in fp32 and in mixed precision, with three seeds each. A *final loss* is the mean of the last 10 steps. In the picture each recipe is a band of three curves.
 #
-# > **On a GPU** of compute capability 8.0 or newer, tf32 is trained too. **On a CPU**, one run with `fp16=True` is added.
+# > **On a GPU** from Ampere on (compute capability 8.0), tf32 is trained too. **On a CPU**, one run with `fp16=True` is added.
 
 # %%
 settings = {"per_device_train_batch_size": 16, "learning_rate": 3e-3, "lr_scheduler_type": "constant"}
@@ -675,7 +675,7 @@ exercises.question(
 # - torch answers "yes" to bf16 wherever it can be *computed*, also on a T4 ([pytorch#148322](https://github.com/pytorch/pytorch/pull/148322)).
 # - Without 16-bit instructions torch takes a slow path ([pytorch#118499](https://github.com/pytorch/pytorch/issues/118499)).
 # - With these instructions a CPU may be slower too: of three CPUs tried with `avx512_bf16`, one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
-# - The range after *mixed precision should train* is calculated by Amdahl's law. It assumes that the step's matmuls speed up by the ratio of their rates. All other work takes half to twice its time: its bytes are halved, but casts are added. The matmuls' share of a step is not known exactly, because small matmuls may run below the printed rate, and the Trainer adds work.
+# - The range after *mixed precision should train* is calculated from two parts of the step (Amdahl's law). The matmuls speed up by the ratio of their rates. All other work takes half to twice its time: its bytes are halved, but casts are added. The matmuls' share of a step is not known exactly, because small matmuls may run below the printed rate, and the Trainer adds work.
 #
 # > **On a CPU** `fp16=True` has no effect if the cell printed True. accelerate applies this argument on accelerators only.
 #
@@ -769,7 +769,7 @@ plots.Table(header, [[name, *map(float, row)] for name, row in evals.items()])
 #
 # tf32 needs only permission: `torch.set_float32_matmul_precision("high")`, or the Trainer's `tf32=True` (note 2 at the end). Under fp16, tf32 can only speed up the matmuls that are left in fp32; they were counted above.
 #
-# > **On a GPU** of compute capability 8.0 or newer, the claims below measure tf32.
+# > **On a GPU** from Ampere on, the claims below measure tf32.
 #
 # ### What held: memory
 
@@ -791,7 +791,7 @@ claims.check("fp16-saves-with-batch", min(growth), note=f"saved: {by_size}")
 # %% [markdown]
 # ### What held: inference
 #
-# The last box predicts a range. It assumes equally fast matmuls in both models, while all other work takes half to twice its time.
+# The last box has a predicted range, and says how it is calculated.
 
 # %% tags=["claim"]
 display(claims.check("half-inference", weighed[1] / weighed[0]))

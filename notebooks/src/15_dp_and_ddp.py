@@ -56,11 +56,11 @@ task = Task("bert-small", seq_len=32, config=no_dropout | {"vocab_size": 2000, "
 #
 # The devices here are two processes with half of the CPU's cores each. They communicate through gloo, torch's library for CPUs. Each process is a **rank**.
 #
-# > **On GPUs:** the library is NCCL; the data are the same.
+# > **On GPUs:** NCCL sends the same tensors.
 #
 # ### Predict
 #
-# This lesson's model:
+# This lesson's model, a small BERT classifier:
 
 # %%
 print(f"{task.parameters():,} parameters, float32")
@@ -552,7 +552,7 @@ for epoch in (0, 1):
 #
 # ### What DP does instead
 #
-# `nn.DataParallel` (DP) is older. One process drives all devices. The first device has the model and the optimizer; the others get their weights and their samples from it. The next cell runs a step of DP on two simulated devices, and counts the bytes that would cross between them: for our classifier, and for gpt2 with the guide's sizes (shapes only, on torch's `meta` device).
+# `nn.DataParallel` (DP) is older. One process drives all devices. The first device has the model and the optimizer; the others get their weights and their samples from it. The next cell runs a step of DP on two simulated devices, and counts the bytes that would cross between them: for the classifier, and for gpt2 with the guide's sizes (shapes only, on torch's `meta` device).
 
 
 # %%

@@ -65,7 +65,7 @@ widgets.predict(lab, "fp16", question, "x", 0, 40)
 # %% [markdown]
 # ## By hand: three matmuls in three types
 #
-# A linear layer computes three matmuls in a training step: its output, and in the backward pass the gradient of its input and the gradient of its weight. Each matmul sums over a different dimension, so their speeds may differ. We time each matmul in each type.
+# A linear layer computes three matmuls in a training step: its output, and in the backward pass the gradient of its input and the gradient of its weight. Each matmul sums over a different dimension, so their speeds may differ. We time each matmul in each type. The table shows *GFLOP/s*: billions of multiplications and additions per second.
 #
 # `in_turns` calls each function once per turn, so that other load on the machine slows all of them equally. It reads two clocks: wall-clock time, and the seconds that the processor computed. On one thread we use the second clock, because it does not count the time that the thread waits for a core.
 
@@ -436,7 +436,7 @@ exercises.question(
 #
 # Three of the four timed claims are compared with a prediction from parts that the same run measured. (*oversubscription* has none.) For `threads-minus-one` the predicted range covers the intervals of the two operations in the last line above. It also covers 1: work that one thread does alone is as fast with one thread fewer.
 #
-# In the boxes, *CPU page* and *many CPUs page* are pages of transformers' documentation on training with one CPU and with several. (The *CPU page of 4.49* is an older edition, of version 4.49.) The *2024 index* is the documentation's overview of performance in that year.
+# In the boxes, *CPU page* and *many CPUs page* are pages of transformers' documentation on training with one CPU and with several. (The *CPU page of 4.49* is an older edition, of version 4.49.) The *2024 index* is the documentation's overview of performance in that year. A *socket* is the place of one processor; a server may have two.
 #
 # ### Number types and flags
 
@@ -469,7 +469,7 @@ display(
 )
 
 # %% [markdown]
-# The guide contradicts itself. A tip recommends one thread fewer than a socket has cores. (A *socket* is the place of one processor; a server may have two.) The part on Kubernetes recommends as many threads as units of CPU, which are cores. On a machine with few cores, the core that is left free is a large share of the machine.
+# The guide contradicts itself. A tip recommends one thread fewer than a socket has cores. The part on Kubernetes recommends as many threads as units of CPU, which are cores. On a machine with few cores, the core that is left free is a large share of the machine.
 #
 # ## Explore
 #
