@@ -47,7 +47,7 @@ def single_thread():
 # %% [markdown]
 # ## Part 1: speed
 #
-# A linear layer multiplies its weights by a matrix of numbers. This matrix has one *row* for each token of the batch (samples times sequence length). The result has as many rows, and one *column* for each output feature of the layer. The matmul reads the weights once, however many rows there are. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. Speed against rows is a curve that rises and then becomes flat. Between the two parts is a **knee**.
+# A linear layer multiplies its weights by a matrix of numbers. This matrix has one *row* for each token of the batch (samples times sequence length). The result has as many rows, and one *column* for each output feature of the layer. The matmul reads the weights once, however many rows there are. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. Speed against rows rises, then becomes flat. Between the two parts is a **knee**.
 #
 # ## Predict
 #
@@ -109,7 +109,7 @@ print(f"half of the highest rate is reached at {enough} rows; predicted: about h
 #
 # ## The second knee: has every core something to do?
 #
-# We measured one core. A device has many: a GPU has about a hundred **multiprocessors**. Each computes one **tile** of the result at a time, a block of, for example, 256 rows x 128 columns. If there are fewer tiles than multiprocessors, the others are idle. We call the share of multiprocessors at work **occupancy**. (NVIDIA uses the word for the threads *within* one multiprocessor.) If there is one tile too many, a second **wave** begins for it. So the time grows in stairs. The next picture shows them on your own cores. (If the measured line is straight, two of the "cores" may be threads of one core, or other load kept the machine busy.)
+# We measured one core. A device has many: a GPU has about a hundred **multiprocessors**. Each computes one **tile** of the result at a time, a block of, for example, 256 rows x 128 columns. Each number is a sum over the input features, the *depth*. If there are fewer tiles than multiprocessors, the others are idle. We call the share of multiprocessors at work **occupancy**. (NVIDIA uses the word for the threads *within* one multiprocessor.) If there is one tile too many, a second **wave** begins for it. So the time grows in stairs. The next picture shows them on your own cores. (If the measured line is straight, two of the "cores" may be threads of one core, or other load kept the machine busy.)
 
 
 # %%
@@ -292,7 +292,7 @@ print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 #
 # ## Multiples of 8, of 64, or of another number
 #
-# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles, too, as wide as its vectors. A vector is 16, 8 or 4 columns wide, depending on the CPU's instruction set. The next cell prints the width of yours, and predicts at which numbers of columns (*edges*) the time will jump. The cell after it measures there.
+# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles, too, as wide as a *vector*: the numbers that one instruction computes together (16, 8 or 4, depending on the CPU). The next cell prints the width of yours, and predicts at which numbers of columns (*edges*) the time will jump. The cell after it measures there.
 
 
 # %%
@@ -396,7 +396,7 @@ def by_updates(processes, largest):
 last = len(batches) - 1
 display(claims.check("larger-batch-faster", speed_of(0, last, last + 1, fitting), note=f"batch {fitting} against 1"))
 display(
-    claims.check("larger-batch-by-updates", by_updates(taken, fitting), note="the rest: fuller passes, fewer calls")
+    claims.check("larger-batch-by-updates", by_updates(taken, fitting), note="other causes: a fuller device, fewer calls")
 )
 ratio = speed_of(last, batches.index(quarter), last + 2, quarter / fitting)
 claims.check("memory-to-the-limit", ratio, note=f"batch {quarter} against {fitting}, the largest that fits")
