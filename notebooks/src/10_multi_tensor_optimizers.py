@@ -41,7 +41,7 @@ clock = WALL if cuda else CPU
 # %% [markdown]
 # ## Idea
 #
-# Each operation must be *launched*, which takes some microseconds of Python, of torch's dispatcher and, on a GPU, of the driver. The arithmetic on a small tensor takes less than that. There are three forms of an update:
+# Each operation must be *launched*. This takes some microseconds: in Python, in torch's *dispatcher* (it chooses the compiled code for the tensors' device and dtype) and, on a GPU, in the driver. The arithmetic on a small tensor takes less than that. There are three forms of an update:
 #
 # - the **loop** launches each operation for each tensor;
 # - the **foreach** form uses *multi-tensor* operations (`torch._foreach_*`): each takes a list of tensors and is launched once for all of them. This is *horizontal* fusion;
@@ -132,7 +132,7 @@ plots.Table(
 #
 # ## What is launched
 #
-# An *operator* is a torch function that Python can call, e.g. `mul_`. A *kernel* is the compiled code that computes it. A **dispatch mode** is an object to which torch passes each operator before the operator's kernel runs. Ours counts the operator and lets it run.
+# An *operator* is a torch function that Python can call, e.g. `mul_`. A *kernel* is the compiled code that computes it. A **dispatch mode** is an object to which the dispatcher passes each operator before the operator's kernel runs. Ours counts the operator and lets it run.
 
 
 # %%
