@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Why does every rank keep the same bytes?
 #
-# Your training runs out of memory on one GPU. You rent a second one, start DDP (lesson 15), and it runs out of memory again, at the same place. DDP gives each rank its own samples, but also a full copy of all weights, gradients and optimizer states. ZeRO, the *zero redundancy optimizer*, keeps one copy, divided among the ranks. In this lesson you build it by hand.
+# Your training runs out of memory on one GPU. You rent a second one, start DDP (lesson 15), and it runs out of memory again, at the same place. DDP gives each rank its own samples, but also a full copy of all weights, gradients and optimizer states. ZeRO, the *zero redundancy optimizer*, keeps one copy, divided among the ranks. Here you build it by hand.
 #
 # **You will see**
 # - optimizer states, gradients and weights sharded one after the other: the losses stay equal, and a formula predicts the bytes
@@ -528,17 +528,17 @@ titles = ["DeepSpeed, bytes per parameter", *names, "total", "formula", "peak of
 print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 
 # %% [markdown]
-# If DeepSpeed is installed, compare its table with that of our own stages:
+# If DeepSpeed is installed, compare its table with that of our stages:
 #
 # - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter. In stage 3 on two ranks, this copy is only in *total*.
 # - In stage 3, small weights stay whole.
-# - *gradients* also has the whole gradient of the word embedding, which does not fit into a bucket. (The estimate of stage 2 has it twice.)
-# - A bucket is a buffer of 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* has buffers. In stage 3 the gradient shard is a buffer, too, so *gradients* has only the word embedding's gradient.
+# - A *bucket*, a buffer for messages, has 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* has buffers.
+# - *gradients* also has the whole gradient of the word embedding, which does not fit into a bucket. (The estimate of stage 2 has it twice.) In stage 3 the gradient shard is a buffer, too, so *gradients* has only the word embedding's gradient.
 # - The row *on the host* saves nothing here: a CPU rank's memory is the host's. Its *gradients* has the host's copy of the gradient shard, 4/N bytes.
 #
 # ### What held: bytes
 #
-# `zero-saves` is 1 if a second rank saves exactly half of what the stage shards.
+# `zero-saves` is 1 if a second rank saves exactly half of what the stage shards. It is above 1 if buffers shrink too.
 
 # %% tags=["claim"]
 if libraries:  # DeepSpeed: bytes that a second rank saves / half of the bytes that the stage shards, fp32 copy included
@@ -572,7 +572,7 @@ plots.Table(head, [fsdp_row(hybrid, little)])
 #
 # ### States on the host
 #
-# **Offload** does not move bytes to another device but into the host's memory (`offload_optimizer` and `offload_param` in DeepSpeed's table above). By hand: the host has a copy of the weights, and the optimizer. In each step the gradients go to the host, and new weights come back, over PCIe, the card's link.
+# **Offload** moves bytes into the host's memory (`offload_optimizer` and `offload_param` in DeepSpeed's table above). By hand: the host has a copy of the weights, and the optimizer. In each step the gradients go to the host, and new weights come back, over PCIe, the card's link.
 #
 # > **On a GPU:** only here can you see what offload saves, because the GPU's memory is not the host's.
 
@@ -696,7 +696,7 @@ claims.check("offload-to-file", saved, missing=no_proc, note="AdamW's states in 
 # %% [markdown]
 # ### What held: time
 #
-# Is ZeRO worth it for a model that fits? The guide says that it only slows such a training down. DDP, stage 1 (torch's `ZeroRedundancyOptimizer`) and stage 3 (FSDP2) each get the batch size that suits them best, 2 or 8 samples per rank. Then each stage is timed against DDP in interleaved runs.
+# Is ZeRO worth it for a model that fits? DDP, stage 1 (torch's `ZeroRedundancyOptimizer`) and stage 3 (FSDP2) each get the batch size that suits them best, 2 or 8 samples per rank. Then each stage is timed against DDP in interleaved runs.
 #
 # > **On a GPU:** with two GPUs the ranks use them, with NCCL.
 
@@ -740,9 +740,9 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 # %% [markdown]
 # ### The decision tree
 #
-# The guide's tree has two branches. If the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits, because each later one sends more or waits longer. A card always needs room for its activations and for its largest layer, which is there whole. With offload, the host or a disk needs room for the bytes that leave the card.
+# The guide's tree: if the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits, because each later one sends more or waits longer. A card always needs room for its activations and its whole largest layer. With offload, the host or a disk needs room for the bytes that leave the card.
 #
-# `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each layout. It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards of one host (nothing goes *between hosts*): over a fast link, over a slow link, and on cards that are too small.
+# `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each layout. It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards of one host (nothing goes *between hosts*): over a fast link, over a slow link, and on cards that are too small. (With bf16, FSDP sends 16-bit numbers, but DDP fp32 gradients: here DDP sends more.)
 
 
 # %%
@@ -841,7 +841,7 @@ exercises.prove(check_choice, solution=least, mistake=lambda ranks, link, pcie: 
 # - **Activations:** no stage makes them smaller, because each rank computes all layers for its own samples (16 of the 32 here).
 # - **Libraries:** FSDP2 stores what our stage 3 stores. DeepSpeed adds an fp32 copy of the shard, 4/N bytes per parameter.
 # - **Offload:** if states are in a file, the system can drop their 8 bytes per parameter from memory.
-# - **When not to use it:** a step with too few tokens waits for its link: with 400 TFLOP/s over 50 GB/s, stage 3 needs 8,000 tokens per card.
+# - **When not to use it:** a step with too few tokens waits for its link: at 400 TFLOP/s and a link of 50 GB/s, stage 3 needs 8,000 tokens per card.
 
 # %% tags=["finish"]
 claims.finish()
