@@ -11,7 +11,7 @@ from trainmem.texts import arguments_of_kind, nearest_text, of_kind, parse_bytes
 # report 120 to 1239 MiB; the 8 on RTX 4090, RTX 6000 Ada, L40S and A100 report 409 to 521 (benchmarks/contexts.toml).
 # The size differs by driver, CUDA, card and the kernels in use.
 CONTEXT_BYTES = 530 << 20
-CONTEXT_SOURCE = "enough for 15 of 19 processes in published out-of-memory messages, whose contexts took 120 to 1239"
+CONTEXT_SOURCE = "enough for 15 of 19 contexts in published out-of-memory messages: they took 120 to 1239 MiB"
 # Share of a card's memory that is kept free for what no estimate covers: longer samples, a communicator's buffers, a
 # larger context. From 16 GiB on, this and CONTEXT_BYTES together cover the largest of those 19 contexts.
 MARGIN = 0.05

@@ -75,7 +75,10 @@ speed = run.samples_per_second
 tokens_per_second = speed * lab.task.length() if plots.is_measured(speed) else None
 if plots.is_measured(tokens_per_second):
     million = price_of_million(price_an_hour, tokens_per_second)
-    print(f"{lab.task}: {tokens_per_second:,.0f} tokens/s, {million:.2f} per million at {price_an_hour:.2f} per hour")
+    print(
+        f"{lab.task.model}, {lab.task.length()} tokens per sequence: {tokens_per_second:,.0f} tokens/s, "
+        f"{million:.2f} per million at {price_an_hour:.2f} per hour"
+    )
 else:
     print(run.failure or "no speed was measured here")
 
@@ -176,10 +179,10 @@ ax.set_xscale("log", base=2)
 # The older of the two guides, of 2022, recommends cooling, and names temperatures. **NVML**, the driver's own library (behind `nvidia-smi`), reports your card's temperatures. There are three thresholds:
 #
 # - *operating*: from here on the card may go below its base clock, the frequency that its data sheet promises
-# - *slowdown*: the hardware slows the card down
+# - *slowdown*: the hardware slows the card down (it *throttles*)
 # - *shutdown*: the card switches off.
 #
-# Older cards report these thresholds as temperatures, but not always all three. Newer cards report a *margin*: how many degrees are left until the card slows down. They report each threshold as a value of that margin. (A smaller margin means a hotter card.)
+# Older cards report these thresholds as temperatures, but not always all three. Newer cards report a *margin*: how many degrees are left until the card first slows down. The hotter the card, the smaller its margin. On these cards each of the three thresholds is a value of the margin, too: the card reaches the threshold when its margin has fallen to that value.
 
 
 # %%

@@ -110,7 +110,7 @@ def test_what_is_kept_for_the_context_is_what_published_messages_tell():
     taken = [(each["in_use_gib"] - each["allocated_gib"]) * 1024 - each["reserved_mib"] for each in alone]
     enough = sum(mebibytes <= CONTEXT_BYTES / 2**20 for mebibytes in taken)
     assert len({each["source"] for each in messages}) == len(messages)
-    reported = f"enough for {enough} of {len(taken)} .* took {min(taken):.0f} to {max(taken):.0f}$"
+    reported = f"enough for {enough} of {len(taken)} .* took {min(taken):.0f} to {max(taken):.0f} MiB$"
     assert re.search(reported, CONTEXT_SOURCE) and enough / len(taken) > 0.75
     assert all(each["in_use_gib"] <= each["capacity_gib"] for each in messages)
 
