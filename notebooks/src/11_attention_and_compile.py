@@ -496,7 +496,7 @@ plots.Table(["model", "breaks", "graphs made in a second call", "operations comp
 # - GPT-2's configuration does not name its loss;
 # - checkpointing switches off the key/value cache, which only text generation needs (`use_cache=False` removes this break).
 #
-# Compiling *again* in the second call is another matter. During the first call the classifier writes its kind of problem into its own configuration, so in the second call the configuration no longer matches the compiled graph. Set `problem_type` beforehand, and the model is compiled once. (`TORCH_LOGS=recompiles` prints what did not match.)
+# Compiling *again* in the second call is another matter. A compiled graph is only valid for the settings with which it was captured. The first call writes `problem_type` into the configuration, so the second call has other settings. Set `problem_type` beforehand, and the model is compiled once. (`TORCH_LOGS=recompiles` prints what changed.)
 #
 # Layer by layer there is far less to compile, and the code between the layers runs as before.
 #
