@@ -666,9 +666,9 @@ _ = widgets.explore(
 # The next table compares one device with our shards and with three plans. Its *bytes kept* are the activations that a block stores for backward. The rows are:
 #
 # - *by hand*: the block from above;
-# - *weights*: a plan that splits the same weights;
-# - *and norm1*: the same plan, but the first norm's output is a DTensor, too;
-# - *tokens*: a plan with **sequence parallelism**. So far each rank computed whatever is *between* the pairs (the norms and the residual connection) for all tokens. Now it computes this for its own tokens only. The all-reduce that ends a pair becomes a reduce-scatter, and an all-gather begins the next pair. A ring all-reduce consists of just these two, so the bytes on the wire stay the same. (The gradients of the norms' own weights must then be summed over the ranks.)
+# - *weights*: a plan that splits the same weights; query, key and value each make a DTensor of their input;
+# - *and norm1*: the same plan, but these three share one DTensor, the first norm's output;
+# - *tokens*: a plan with **sequence parallelism**. So far each rank computed whatever is *between* the pairs (the norms and the residual connection) for all tokens. Now it computes this for its own tokens only. The all-reduce that ends a pair becomes a reduce-scatter, and an all-gather begins the next pair. A ring all-reduce consists of just these two, so the bytes on the wire stay the same. (The gradients of the norms' weights must then be summed over the ranks.)
 #
 # Two more cells train our model in torch's pipelines, and split a small Llama of transformers.
 
@@ -796,14 +796,14 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # %% [markdown]
 # Outputs and losses are those of one device. Traffic and memory depend on the plan:
 #
-# - *weights* sends more than our block. Query, key and value each make a DTensor of their input, and each sums this input's gradient over the ranks. With *and norm1* they share one DTensor: torch adds their three gradients first, and sums over the ranks once. So count a plan's messages before you use it.
+# - *weights* sends more than our block: the gradient of each of the three DTensors is summed over the ranks. With *and norm1* torch adds the three gradients first, and sums over the ranks once. So count a plan's messages before you use it.
 # - *tokens* keeps only slightly fewer bytes than *weights*, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward.
 #
 # ### transformers, and two methods at once
 #
 # In transformers a model brings its own plan, `from_pretrained` applies it, and each rank reads only its own shard. The last cell's four ranks were a **2D mesh**: two tensor-parallel shards (`tp_size`), each of which FSDP2 (lesson 16) divides again in two (`fsdp_size`). Both FSDP shards got the same samples, so losses can be compared.
 #
-# A third size, `pp_size`, makes pipeline stages, for inference: its pull request, [#47289](https://github.com/huggingface/transformers/pull/47289), lists backward as work that is left.
+# A third size, `pp_size`, makes pipeline stages, for inference: its pull request, [#47289](https://github.com/huggingface/transformers/pull/47289), lists backward as remaining work.
 #
 # > **On a GPU:** each rank needs a GPU of its own. On two GPUs the cell uses `tp_size` alone; on one it trains nothing.
 #
@@ -817,7 +817,7 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 #
 # That is **3D parallelism**. The next cell builds it from the functions above. The grid's last dimension is the tensor-parallel one, so ranks 0 and 1 are shards of the same layers. On real machines, consecutive ranks share a host, so the order of the dimensions decides which group uses which link.
 #
-# The two cells after it print the counted messages, and three more tables, explained below.
+# The two cells after it print the counted messages and three tables, explained below.
 
 
 # %%
@@ -891,13 +891,13 @@ rows = [[ranks, *(f"{size:.3f}" if size else "not possible" for size in sizes)] 
 plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of weights on the fullest rank")
 
 # %% [markdown]
-# The formulas give the messages that were counted, and the losses are those of one device. The table *GB per step* applies the formulas to a large model: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (Our loop sums each gradient separately, so the first table's row *data* counts one message per parameter tensor. DDP joins them in buckets.)
+# The formulas give the counted messages, and the losses are those of one device. The table *GB per step* applies the formulas to a large model: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (Our loop sums each gradient separately, so the first table's row *data* counts one message per parameter tensor. DDP joins them in buckets.)
 #
 # ### When does a link hold the devices up?
 #
-# Let a device compute F operations, and its link carry B bytes, per second. The table *H100s over* has both limits.
+# Let a device compute F operations, and its link carry B bytes, per second. Each weight takes 2 operations per token in forward, and 4 in backward. The table *H100s over* has both limits.
 #
-# - *Replicas*: backward takes 4 operations for each weight and token. Meanwhile the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. Backward takes at least as long as this sum if each replica has **F / B tokens** or more.
+# - *Replicas*: during backward the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. Backward takes at least as long as this sum if each replica has **F / B tokens** or more.
 # - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers of 2 bytes. A ring sends each sum 2 (n - 1) / n times: in all 8 x width x (n - 1) / n bytes. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic if *n* is **1 + 3 x width x B / F**.
 #
 # The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism the number of heads (4 here) and the fast link, for the pipeline the number of blocks (4) and the bubble.
@@ -935,7 +935,7 @@ for name, options in {"one device": {}, "tensor": {"way": "tensor"}, "pipeline":
 beyond = min(peaks["tensor"], peaks["pipeline"]) / peaks["one device"]
 display(claims.check("model-parallel-beyond-tricks", beyond, note=f"peak bytes: {peaks}"))
 alone = min(size for ranks in (1, 2, 4, 8) for size in limits[ranks][:2] if size)
-claims.check("three-d-scales", limits[8][2] / alone, note=f"alone {alone:.3f} MB, on at most 8 ranks")
+claims.check("three-d-scales", limits[8][2] / alone, note=f"one method alone, at best: {alone:.3f} MB")
 
 # %% [markdown]
 # ## Exercise, a challenge: the cheapest split that fits
