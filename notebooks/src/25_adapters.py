@@ -288,7 +288,7 @@ below.set(yticks=[0, 1], yticklabels=["even steps", "NF4"], ylim=(-0.6, 1.6), xl
 plt.show()
 
 # %% [markdown]
-# A block's scale has 32 bits, half a bit for each of 64 weights. **Double quantization** stores the scales themselves in 8 bits, with one scale of 32 bits per 256 of them.
+# A block's scale has 32 bits, half a bit for each of 64 weights. **Double quantization** stores the scales themselves in 8 bits, with one scale of 32 bits per 256 of them. The next cell prints the bits per weight that the library keeps for the scales, and a calculation *by hand* with these sizes. (The library has slightly more, because it also keeps the code book of the 8-bit scales.)
 
 
 # %%
@@ -655,7 +655,7 @@ exercises.prove(check, solution=1.05 * tokens, mistake=tokens / 8)  # as if the 
 # - Four bits are 16 quantiles and a scale for 64 weights. Double quantization saved 0.37 bits per weight, as its paper says.
 # - The preparation cast a large vocabulary up to 32 bits, and QLoRA took 1.30 times as much as LoRA; without it 0.90.
 # - A step with adapters was 1.45 times as fast. Merging changed the outputs by less than 0.000001 in a base that is not quantized, and by 20.1 % in a 4-bit base.
-# - Reentrant checkpointing trained 0 adapters, with only a warning.
+# - Reentrant checkpointing with frozen inputs trained 0 adapters, with only a warning.
 
 # %% tags=["finish"]
 claims.finish()
