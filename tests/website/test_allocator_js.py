@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from trainmem.estimate.allocator import MIB, CachingAllocator, OutOfMemory
-from trainmem.estimate.allocator_settings import Settings, release
+from trainmem.estimate.allocator_settings import Settings, newest, release
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import measure_allocator
 
 pytestmark = pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs")
 
-NEWEST = "2.13"
 AT_ONCE = 500  # traces that node is given
 KINDS = [*itertools.product((False, True), (None, 1024 * MIB, 10**9))]  # expandable segments, capacity in bytes
 
@@ -35,7 +34,7 @@ def counted(events, expandable, capacity):
         capacity: bytes that the card has for segments.
     """
     settings = Settings(expandable_segments=expandable)
-    allocator = CachingAllocator(settings, capacity, rules=release(NEWEST))
+    allocator = CachingAllocator(settings, capacity, rules=release(newest()))
     found = []
     for event in events:
         full = 0

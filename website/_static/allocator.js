@@ -1,6 +1,6 @@
 /**
  * torch's CUDA caching allocator, a copy of `trainmem/estimate/allocator.py`: it lays out allocations and frees
- * in segments of the device's memory, by the rules of torch 2.13 and 2.14, on one stream.
+ * in segments of the device's memory, by the rules of torch 2.15, on one stream.
  *
  * Not covered: options other than expandable segments. `tests/website/test_allocator_js.py` compares both.
  */
@@ -240,8 +240,9 @@ export class CachingAllocator {
 
   // ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
-  /** Return a free block that was grown to the requested size and taken out of its pool. */
+  /** Return a free block that was grown to the requested size and taken out of its pool; null if there is no room. */
   _expanded(pool, size) {
+    if (size > nextMultiple(this._space, pool.page)) return null; // older torch takes a new segment in vain
     let block = this._expandable(pool, size);
     if (!block.isMapped) block = this._map(block, Math.min(block.size, size));
     while (block !== null && block.size < size) {

@@ -73,7 +73,7 @@ class Calculator {
     for (const name of Object.keys(LABELS)) this._addControl(name);
     const versions = Object.entries(index.versions).filter(([, version]) => version);
     const made = versions.map(([name, version]) => `${name} ${version}`).join(", ");
-    part("versions").textContent = `Traced with ${made}. The allocator's layout is that of torch 2.13 and 2.14.`;
+    part("versions").textContent = `Traced with ${made}. Other versions may take some MB more or less.`;
     part("config").addEventListener("input", (event) => this._paste(event.target.value));
     this.read(new URLSearchParams(location.hash.slice(1)));
     let width = innerWidth;
@@ -369,6 +369,7 @@ class Calculator {
     const samples = 4 * Number(choice.batch) * Number(choice.accumulation);
     if (samples > 512) words.push(`--dataset-size ${samples}`);
     if (choice.segments === "expandable") words.push("--allocator-settings expandable_segments:True");
+    words.push(`--torch ${this.index.versions.torch.split(".", 2).join(".")}`);
     for (const [name, value] of Object.entries(this.arguments(choice))) {
       const text = typeof value === "object" ? `'${JSON.stringify(value)}'` : value;
       words.push(value === true ? `--${name}` : `--${name} ${text}`);
