@@ -366,7 +366,7 @@ exercises.question(
 # Before measuring an effect, measure no effect. On a CPU `lab.compare` deals with these variations as follows:
 #
 # - **Rounds inside one process**, on one thread. A *turn* is one step of a recipe. A *round* has three turns: two of the first recipe, the baseline, and one of the second. A slow minute slows all three turns, and so does a process that is slow as a whole.
-# - **One ratio per round**: the mean time of the baseline's two turns, divided by the time of the second recipe's turn. Above 1 the second recipe is faster. The lab calls this ratio a *pair*, because it compares two times.
+# - **One ratio per round**: the mean time of the baseline's two turns, divided by the time of the second recipe's turn. Above 1 the second recipe is faster. This one ratio is called a *pair*: it comes from a pair of times.
 # - **Several processes.** A process can favour one of the recipes in all its rounds, for example by where its tensors are in memory. So the lab spreads the rounds over four processes. (Its argument `turns` is the number of rounds: `turns=8` means 8 rounds in all, two in each process.)
 # - **CPU time** decides. The ratio by the wall clock is shown beside it.
 # - **Against itself.** The baseline's two turns in a round run the same code. Without noise their times would be equal. The lab divides one time by the other in each round, takes the median of these ratios, and inverts it if it is below 1. The result is this measurement's **noise floor**, but never less than 1.05.
@@ -410,7 +410,7 @@ exercises.question(
 # How well do these pairs determine their median? A **bootstrap** interval answers that by drawing again from what was measured:
 #
 # 1. Draw processes at random, as many as there were (four on a CPU). The same one may be drawn more than once.
-# 2. From each process drawn, draw pairs in the same way, as many as it has.
+# 2. From each process drawn, draw pairs (ratios) in the same way, as many as it has.
 # 3. Take the median of all pairs drawn.
 # 4. Repeat this 2000 times, and keep the middle 95 % of the medians.
 #
