@@ -418,7 +418,7 @@ exercises.prove(check_scale, solution=2.0**32, mistake=2.0**16)
 #
 # ### Predict
 #
-# A BERT is trained below in fp32 and in mixed precision, with micro-batches of 1 to 64. Guess the peak for micro-batch 64.
+# A BERT is trained below in fp32 and in mixed precision, with micro-batches of 1 to 64 samples. Guess the peak for micro-batch 64.
 
 # %%
 widgets.predict(
@@ -433,7 +433,7 @@ widgets.predict(
 # %% [markdown]
 # ### Baseline, then change one thing
 #
-# This is the 2022 guide's experiment: bert-base on 128 tokens, with more and more samples. The recipes are fp32, mixed precision, and *pure* half precision, whose weights have 16 bits. Each step has two micro-batches: while the second is computed, the gradients of the first are in memory. (In the legend of the next picture, *operator workspace* is memory that an operation uses internally.)
+# This is the 2022 guide's experiment: bert-base on 128 tokens, with more and more samples. The recipes are fp32, mixed precision, and *pure* half precision, whose weights have 16 bits. Each step accumulates two micro-batches: while the second is computed, the gradients of the first are in memory. (In the legend of the next picture, *operator workspace* is memory that an operation uses internally.)
 #
 # > **On a CPU** a miniature of bert-base is trained, with about the same ratio of a sample's activations to the weights. `estimate` calculates the peaks of bert-base on a GPU.
 
@@ -920,7 +920,7 @@ exercises.prove(check_recipe, solution=solution, mistake={"dtype": half, "optim"
 #
 # - **Formats:** bf16 has the range of fp32 (up to 3.39e38) with few digits. fp16 has more digits, but its largest number is 65504, not the guide's 65535: a larger activation becomes `inf`, then NaN.
 # - **Loss scaling:** our scaler rescued the gradients that fp16 loses below about 6e-8. bf16 needs none.
-# - **Memory:** weights, gradients and states stay in fp32, and copies of the weights are added: 6 bytes per parameter in inference. Only activations shrink, by less than the 50 % that the guides promise. So mixed precision pays only from a certain batch size on.
+# - **Memory:** weights, gradients and states stay in fp32, and copies of the weights are added: 6 bytes per parameter in inference. Activations shrink by less than the 50 % that the guides promise. So mixed precision pays only from a certain batch size on.
 # - **Speed:** it depends on the chip's 16-bit matmuls, whatever a flag says. One CPU with the instructions ran bf16 matmuls at 0.65 of fp32's rate.
 # - **Quality:** compare the loss with a band of 3 fp32 seeds. With 16-bit weights, evaluate before you trust: the fp16 twin gave `nan`.
 #
