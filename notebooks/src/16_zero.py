@@ -365,11 +365,11 @@ plots.Table(["", "messages in a step", "volume, times the weights", "on the wire
 #
 # ### More ranks, and accumulation
 #
-# The next cell trains a smaller model on four ranks, with two micro-batches per step. The table's last column shows what they send. (Its first row is DDP's formula.) The picture's crosses are counted with two and four ranks.
+# The next cell trains a smaller model on four ranks, with two micro-batches per step. The table's last column shows what they send. The picture's crosses are counted with two and four ranks.
 
 # %%
 little = Task("bert-tiny", seq_len=16, config=no_dropout | {"num_hidden_layers": 2})
-four, dots, rows = {}, {}, [["DDP with no_sync", 2, 2]]
+four, dots, rows = {}, {}, [["DDP with no_sync (sends once per step), by the formula", 2, 2]]
 sends = {0: round(volume(runs[0]))}  # by stage, times the weights
 for stage in (1, 2, 3):
     each = partial(train, stage=stage, steps=2, samples=8, accumulate=2)
@@ -393,7 +393,7 @@ _ = axes.set_xticks(ranks, ranks)
 #
 # ### The library: FSDP2
 #
-# torch's `fully_shard` is stage 3. Each weight becomes a *DTensor*, a tensor that knows which rank stores which shard of it; a *device mesh* lists the ranks.
+# FSDP2, torch's *fully sharded data parallel*, is stage 3; its function is `fully_shard`. Each weight becomes a *DTensor*, a tensor that knows which rank stores which shard of it; a *device mesh* lists the ranks.
 
 
 # %%
@@ -469,11 +469,11 @@ plots.Table(
 )
 
 # %% [markdown]
-# We compared the estimate with *rehearsals*: dry runs of torch's CUDA build on a stub CUDA runtime, which allocates memory as a GPU would and computes nothing. We rehearsed small GPT-2s and Llamas on two and four A100. Estimate and rehearsal agreed to the byte, except for 512 unexplained bytes in DeepSpeed's stage 3.
+# We compared the estimate with *rehearsals*: dry runs of torch's CUDA build on a stub CUDA runtime, which allocates memory as a GPU would and computes nothing. For small GPT-2s and Llamas on two and four A100, estimate and rehearsal agreed to the byte, except for 512 unexplained bytes in DeepSpeed's stage 3.
 #
 # With accelerate 1.15 some trainings stop with an error if `fsdp` is on:
 #
-# - BERT and ViT, because the input embedding would be divided twice;
+# - BERT and ViT, because the input embedding would be sharded twice;
 # - T5, because its embedding is shared;
 # - any model with Adafactor or 8-bit Adam, because these optimizers do not support DTensors.
 #
@@ -682,7 +682,7 @@ if Path("/proc/self/status").exists():
     print(f"pages of files in memory: {pages[0]}; after the system has dropped the states' pages: {pages[1]}")
 
 # %% [markdown]
-# The first printed number need not be 1: it compares all memory of two processes, not the states alone.
+# The first printed number need not be 1: it compares all memory of two processes.
 #
 # While there is room, the system keeps the pages of the file in memory (the *page cache*), so the process looks no smaller and is no slower. If memory runs short, the system drops the pages, and each step reads and writes the disk.
 #
@@ -742,7 +742,7 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 #
 # The guide's tree: if the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits, because each later one sends more or waits longer. A card always needs room for its activations and its whole largest layer. With offload, the host or a disk needs room for the bytes that leave the card.
 #
-# `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each layout. It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards of one host (nothing goes *between hosts*): over a fast link, over a slow link, and on cards that are too small. (With bf16, FSDP sends 16-bit numbers, but DDP fp32 gradients: here DDP sends more.)
+# `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each *layout* (DDP, FSDP, ...). It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards of one host (nothing goes *between hosts*): over a fast link, over a slow link, and on cards that are too small. (With bf16, FSDP sends 16-bit numbers, but DDP fp32 gradients: here DDP sends more.)
 
 
 # %%
