@@ -427,13 +427,13 @@ display(
 #
 # How does a mixture get as good as a large dense model? The guides give experts to a smaller dense model, the *base model*; a token meets as many weights as before. With dozens of experts, the base model can be 5 times smaller than the large model; with a few, 2 to 3 times. Three dense models take part here (numbers are widths of the FFN):
 #
-# - *160* is the large model. In 8 experts a token meets a width of 64 (160 / 2.5), in 64 experts one of 32 (160 / 5). In memory both mixtures are compared with it, in seconds only the first.
+# - *160* is the large model. In 8 experts a token meets a width of 64 (160 / 2.5), in 64 experts one of 32 (160 / 5). In memory both mixtures are compared with it, in seconds only 8 experts.
 # - *of equal quality* would end with the loss of the 64 experts. Its FFN width is interpolated between two trained widths.
 # - *32* is the base model of the 64 experts.
 #
 # The guides' figures come from papers with large models. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. Vectors and FFNs are widened alike, but the names stay: four times as wide, *32* has an FFN of width 128. (We assume that equal quality stays equal.)
 #
-# Each row of the first table below is one size. The columns say how many times fewer operations the mixture needs, and how many times as fast it is. Only in the last column is a larger number worse: seconds of a step of the 64 experts / of the dense model *32*.
+# Each row of the first table below is one size. All columns but the last compare 64 experts with the model of equal quality, or 8 experts with *160*: how many times fewer operations, how many times as fast. In the last column a larger number is worse: seconds of a step of 64 experts / of the dense model *32*.
 #
 # > **On a GPU:** the largest size is 32 times as wide as trained.
 
@@ -502,8 +502,6 @@ plots.Table(
 # - In an **all-to-all**, each rank sends every other rank a part of its tokens, of any size. This is the dispatch.
 # - The experts compute, and a second all-to-all returns the results. Each rank then combines the results of its tokens.
 # - In backward the gradients take both ways back: two more all-to-alls. `Exchange` defines this for autograd.
-#
-# `Traffic` intercepts torch's operations, as in lesson 15.
 
 
 # %%
@@ -521,7 +519,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Traffic(TorchDispatchMode):
-    """Record the bytes that this rank sends to other ranks in each all-to-all of rows."""
+    """Record the bytes that this rank sends to other ranks in each all-to-all of rows (a dispatch mode: lesson 15)."""
 
     def __init__(self):
         super().__init__()
