@@ -70,7 +70,7 @@ widgets.predict(lab, "share of products", "What share of the step's time do matm
 #
 # `interleaving.in_turns` calls each function of a list in turn, several times. For each function it returns the times of its calls: the seconds of the clock and the seconds that were spent computing.
 #
-# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle, unless torch may shorten their inputs to the format tf32 (lesson 07). Here it may not.
+# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle here: torch may not shorten their inputs to tf32 (lesson 07).
 
 
 # %%
@@ -125,9 +125,9 @@ plots.Table(header, rows)
 #
 # ## By hand: three operations
 #
-# A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element (mean, variance, subtract, divide, scale, shift). GELU does 5, if an `erf` (the error function of statistics) counts as one. LayerNorm and GELU read each element once and write it once. All results go into existing tensors: a new one would add the time in which the operating system provides its memory.
+# A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element: 3 for the variance, 1 each for mean, subtract, divide, scale, shift. GELU does 5, if an `erf` (the error function of statistics) counts as one. LayerNorm and GELU read each element once and write it once. All results go into existing tensors, because the system takes time to provide a new one.
 #
-# `Ratio.of_turns` divides the seconds of two functions that ran alternately, here GELU and a copy of as many bytes, and gives an interval. (`CPU` selects the seconds spent computing.) The first function runs twice per turn. The difference between its two runs is noise. The interval is at least as wide as this noise, and at least 2 % either way (1.02 in the code).
+# `Ratio.of_turns` divides the seconds of two functions that ran alternately, here GELU and a copy of as many bytes, and gives an interval. (`CPU` selects the seconds spent computing.) The first function runs twice per turn. The interval is at least as wide as the difference between these two runs, which is noise, and at least 2 % either way (1.02 in the code).
 
 
 # %%
@@ -186,7 +186,7 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 #
 # A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a *kernel* (the compiled function that does the work) runs it. The mode has to call the operation, and may inspect, count and time it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from the table `PER_ELEMENT`.
 #
-# It also takes each operation's time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, `bernoulli_` draws random zeros and ones, and `native_` marks the kernel itself.
+# It also takes each operation's time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, `bernoulli_` draws random zeros and ones, and `native_layer_norm` is the kernel behind `layer_norm`.
 #
 # > **On a GPU:** the device's own clock is read before and after each kernel (CUDA *events*). A short sleep of the device comes first: the kernel is launched meanwhile, so its launch is not timed.
 
@@ -287,7 +287,7 @@ def seconds(task):
     recorded, passes = one_step(task, 4), []
     interleaving.in_turns([lambda: passes.append(recorded())], turns=4)
     each = [[taken for part in both for taken in part.seconds()] for both in passes]
-    return [min(tries) for tries in zip(*each)]  # the fastest of five, operation by operation
+    return [min(tries) for tries in zip(*each)]  # for each operation the fastest of five: 4 turns and a warm-up
 
 
 # %%
@@ -329,9 +329,9 @@ print("most time:", ", ".join(f"{name} {dearest[name]:.0%}" for name in top))
 print(f"with twice the matrix rate and nothing else this step would be at most {1 / (1 - share / 200):.2f} x as fast")
 
 # %% [markdown]
-# (Operations that move no bytes only make views or empty tensors.) The estimate is the matmuls' share if every operation takes its least time on the roofline. The last line answers the question at the top (Amdahl's law): all operations that are not matmuls take as long as before.
+# (Operations that move no bytes only make views or empty tensors.) The estimate is the matmuls' share if every operation takes its least time on the roofline. The last printed line answers the question at the top: twice the matrix rate at best halves the matmuls' time, and changes no other (*Amdahl's law*).
 #
-# Each dot in the picture is an operation: how many FLOPs per byte it does, and how many FLOPs per second it reached. Under the slope bandwidth is the limit, under the flat part arithmetic. A larger dot took more time. Operations without FLOPs (copies, embeddings) are not shown. The dot with a name is the longest operation that is not a matmul.
+# Each dot in the picture is an operation: how many FLOPs per byte it does, and how many FLOPs per second it reached. Under the slope bandwidth is the limit, under the flat part arithmetic. A larger dot took more time. Operations without FLOPs (copies, embeddings) are not shown. The named dot is the longest operation that is not a matmul.
 
 
 # %%
@@ -380,7 +380,7 @@ _ = right.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(
 # %% [markdown]
 # Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The first claim below is about all operations that are not matmuls: their share of the FLOPs is divided by their share of the bytes. The second tests the order of the groups in FLOPs per byte, without copies and embeddings, which only move bytes: each group is divided by the next, and the smaller ratio counts. An `exp` counts as one FLOP here. That is a convention, so the note also has the values if it counts as ten.
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The first claim below is about all operations that are not matmuls: their share of the FLOPs is divided by their share of the bytes. The second tests the order contractions, normalizations, element-wise: the FLOPs per byte of each group are divided by those of the next, and the smaller ratio counts. Copies and embeddings, which only move bytes, are left out. An `exp` counts as one FLOP here, by convention; the note also has the values for ten.
 
 
 # %% tags=["claim"]
@@ -406,7 +406,7 @@ claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / p
 # %% [markdown]
 # ## Change one thing: no dropout
 #
-# The guide says that linear layers have twice the FLOPs in backward, and that a backward pass generally takes about twice as long. Compare the two passes, first with dropout, then without.
+# The guide says that linear layers have twice the FLOPs in backward, and that a backward pass generally takes about twice as long. Compare both, with dropout and without.
 
 # %%
 plain_task = lab.task.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})  # new
@@ -426,12 +426,10 @@ for label, rows in {"with dropout": timed, "without": timed_plain}.items():
 masks = {name: total(timed, "seconds", phase="forward", name=name) for name in ("bernoulli_", "native_dropout")}
 drawn = sum(masks.values()) / total(timed, "seconds", phase="forward")
 print(f"drawing dropout masks: {drawn:.0%} of the forward's time, and nothing of the backward's")
-header = ["backward / forward", "FLOPs of matmuls", "bytes", "time", "forward (ms)", "backward (ms)"]
-plots.Table(header, table)
+header = ["", "FLOPs of matmuls, ratio", "bytes, ratio", "time, ratio", "forward (ms)", "backward (ms)"]
+plots.Table(header, table, "ratio: backward / forward")
 
 # %% [markdown]
-# The ratios differ:
-#
 # - **FLOPs of matmuls**: 2, with or without dropout. For each matmul of forward, backward has two: one for the gradient of the left operand, one for that of the right.
 # - **Bytes**: an activation function, for example, moves three tensors in backward and two in forward.
 # - **Time**: it depends on the limit of each operation.
@@ -792,9 +790,9 @@ for (name, (flops, moved)), taken, busy in zip(work.items(), *lab.run(three_loop
 plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 
 # %% [markdown]
-# All three are busy. (101 % is possible: the two clocks of a CPU can differ a little.) This says nothing about speed; the MFU and the trace do.
+# All three are busy. (On a CPU 101 % is possible: its two clocks differ a little.) This says nothing about speed; the MFU and the trace do.
 #
-# (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? First, a CPU reads memory into its cache before it overwrites it. So our copy moved three bytes for every two that we counted; adding in place reads nothing extra. Second, this loop's 16 MB can stay in a large, faster cache.)
+# (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? First, a CPU reads memory into its cache before it overwrites it. So our copy also read its target: it moved three bytes for every two that we counted, and the true bandwidth is higher. Adding in place reads nothing extra. Second, this loop's 16 MB can stay in a large, faster cache.)
 #
 # ## Explore
 #
@@ -878,7 +876,7 @@ exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 #
 # You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above without dropout (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen` with the function `count` from above.
 #
-# The check runs steps of both models alternately, and multiplies the ratio of their times by the milliseconds printed below. So a machine that has become slower does not matter.
+# The check runs steps of both models alternately, and multiplies the ratio of their times by the milliseconds printed below. So a slowdown of the machine does not matter.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
