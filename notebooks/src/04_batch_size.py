@@ -35,7 +35,7 @@ from trainmem.records import CPU, WALL, Ratio
 lab = Lab(profile, strict=strict, out=out, lesson="04_batch_size")
 claims = Claims(lab)
 on_cpu = lab.machine.kind == "cpu"
-CLOCK, FLOOR = (CPU, 1.05) if on_cpu else (WALL, 1.02)  # the clock that decides; the least factor between two speeds
+CLOCK, FLOOR = (CPU, 1.05) if on_cpu else (WALL, 1.02)  # the clock that decides; least interval (+-5 or 2 %)
 
 
 def single_thread():
@@ -63,7 +63,7 @@ widgets.predict(lab, "twice the memory", "Batch 4 just fits. What fits in twice 
 # %% [markdown]
 # ## By hand: one layer, more and more rows
 #
-# First we measure the two ceilings of this machine, as in lesson 02: the rate of arithmetic, and the rate at which bytes come from memory. Then we count what a linear layer does: 2 operations per weight and row, and the bytes that it moves (all weights once, the rows in and the rows out). `predicted` divides each count by its ceiling; the longer time decides.
+# First we measure this machine's two ceilings, as in lesson 02: the rates of arithmetic and of bytes from memory. Then we count what a linear layer does: 2 operations per weight and row, and the bytes that it moves (all weights once, the rows in and the rows out). `predicted` divides each count by its ceiling; the longer time decides.
 
 
 # %%
@@ -105,11 +105,11 @@ print(f"rows/s grow by {rates['measured'][-1] / rates['measured'][0]:.0f} x from
 print(f"half of the highest rate is reached at {enough} rows; predicted: about half of the knee's {knee} rows")
 
 # %% [markdown]
-# Left of the dotted line the layer waits for its weights. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If row counts near the knee are slower than predicted, the kernel for small matmuls does not reach the ceiling of arithmetic.
+# Left of the dotted line the layer waits for its weights, and its speed is nearly proportional to the rows: half of the knee's rows should reach about half of the highest rate. Right of it the layer waits for arithmetic, and the curve is flat. If few rows are faster than predicted, the weights came from a cache. If row counts near the knee are slower than predicted, the kernel for small matmuls does not reach the ceiling of arithmetic.
 #
 # ## The second knee: has every core something to do?
 #
-# We measured one core. A device has many: a GPU has about a hundred **multiprocessors**. Each computes one **tile** of the result at a time, a block of, for example, 256 rows x 128 columns. Each number is a sum over the input features, the *depth*. If there are fewer tiles than multiprocessors, the others are idle. We call the share of multiprocessors at work **occupancy**. (NVIDIA uses the word for the threads *within* one multiprocessor.) If there is one tile too many, a second **wave** begins for it. So the time grows in stairs. The next picture shows them on your own cores. (If the measured line is straight, two of the "cores" may be threads of one core, or other load kept the machine busy.)
+# We measured one core. A device has many: a GPU has about a hundred **multiprocessors**. Each computes one **tile** of the result at a time, a block of, for example, 256 rows x 128 columns. Each number of the result is a sum over input features; the count of these features is the *depth*. If there are fewer tiles than multiprocessors, the others are idle. We call the share of multiprocessors at work **occupancy**. (NVIDIA uses the word for the threads *within* one multiprocessor.) If there is one tile too many, a second **wave** begins for it. So the time grows in stairs. The next picture shows them on your own cores. (If the measured line is straight, two of the "cores" may be threads of one core, or other load kept the machine busy.)
 
 
 # %%
@@ -288,11 +288,11 @@ print(f"batch {fitting} is {speeds[-1] / speeds[0]:.2f} x as fast as batch 1; ",
 print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 
 # %% [markdown]
-# In the left picture, the distance between the lines is the **update**: in a larger batch, more samples share it. The line *without the update* rises too, for two other reasons: larger passes fill the device better, and each call of an operation serves more samples. In the right picture each sample adds the same number of bytes; the line looks bent because the axis of the batch size is logarithmic. A small batch can peak above the line: at the end of backward or in the update, where all gradients are in memory and the batch hardly matters.
+# In the left picture, the distance between the lines is the **update**: in a larger batch, more samples share it. The line *without the update* rises too, for two other reasons: larger passes fill the device better, and each call of an operation serves more samples. In the right picture each sample adds the same bytes; the line looks bent because its axis of sizes is logarithmic. A small batch can peak above the line: at the end of backward or in the update, where all gradients are in memory and the batch hardly matters.
 #
 # ## Multiples of 8, of 64, or of another number
 #
-# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles, too, as wide as a *vector*: the numbers that one instruction computes together (16, 8 or 4, depending on the CPU). The next cell prints the width of yours, and predicts at which numbers of columns (*edges*) the time will jump. The cell after it measures there.
+# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles, too, as wide as a *vector*: the numbers that one instruction computes together (16, 8 or 4, depending on the CPU). The next cell prints the width of yours, and predicts at which numbers of columns (*edges*) the time will jump.
 
 
 # %%
@@ -345,7 +345,7 @@ for wave in (1, 2, 3, 4):
 #
 # **Alignment** is another effect. A GPU's tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. The claims below compare 3904 (61 x 64, a multiple of 64), 3912 (of 8) and 3913 (odd), on a GPU. From 3904 to 3913 there is no multiple of 128, a usual width of tiles. So these sizes need equally many such tiles, and only the alignment differs.
 #
-# The next cell changes one dimension of a matmul at a time: its rows M (samples x tokens), its columns N (features out), or its depth K (features in). The dimension gets four sizes, the table's columns: *n - 1*, *n*, *n + 1* and *n + 8*. Each entry is the FLOP/s at that size, divided by the FLOP/s at size *n*: below 1 is slower. On a GPU *n* is 3904, so the table shows alignment. On a CPU *n* is four full vectors, so the line *N, columns* shows an edge: *n + 1* begins a new tile. If *n - 1* is slow too, an incomplete tile is slow here. The lines above the table are about the output layer of a language model, with 30522 words or padded to 30528.
+# The next cell changes one dimension of a matmul at a time: its rows M (samples x tokens), its columns N (features out), or its depth K (features in). The dimension gets four sizes, the table's columns: *n - 1*, *n*, *n + 1* and *n + 8*. Each entry is the FLOP/s at that size, divided by the FLOP/s at size *n*: below 1 is slower. On a GPU *n* is 3904, so the table shows alignment. On a CPU *n* is four full vectors, so the line *N, columns* shows an edge: *n + 1* begins a new tile. If *n - 1* is slow too, an incomplete tile is slow here. The lines above the table are about the output layer of a language model: with its vocabulary of 30522 words, and *padded* with unused words to 30528, a multiple of 64.
 
 # %%
 base, rest = (4 * vector, 256) if on_cpu else (61 * 64, 4096)
@@ -369,7 +369,7 @@ print(f"the output layer takes {found[-1] / found[-2]:.2f} x as long with {padde
 plots.Table(["FLOP/s against n", f"n - 1 = {base - 1}", f"n = {base}", "n + 1", "n + 8"], rows)
 
 # %% [markdown]
-# Padding costs next to nothing in bytes, so even a small gain is worth it, above all in fp16 on a GPU: the 50257 words of GPT-2, for example, become 50304. A batch of 7 sequences of 512 tokens needs no padding. The rows of its matmuls are samples *times tokens*, 3584 = 56 x 64.
+# Padding costs next to nothing in bytes, so even a small gain is worth it, above all in fp16 on a GPU: the 50257 words of GPT-2, for example, become 50304. A batch of 7 sequences of 512 tokens needs no padding: its matmuls have samples *times tokens* rows, 3584 = 56 x 64.
 #
 # ## What held: speed
 #
@@ -405,7 +405,7 @@ claims.check("memory-to-the-limit", ratio, note=f"batch {quarter} against {fitti
 # %% [markdown]
 # ### Multiples and tiles
 #
-# These six claims need a GPU. Each ratio compares matmuls that differ in one thing: alignment, a tile's edge, or the type of the numbers.
+# These six claims need a GPU.
 
 
 # %% tags=["claim"]
@@ -595,7 +595,7 @@ print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".f
 # - this rate times the square root of (batch size / 8),
 # - this rate times (batch size / 8).
 #
-# Batch 8 gets the same rates as batch 32, to be fair. All sizes train on 2048 samples, with three random seeds each. The loss is measured on unseen sequences. The table's last column, *above the best rule*, is the distance between the model's probabilities and those of the best rule (their KL divergence). A perfect model has 0 in this column, but its loss is above 0.
+# Batch 8 gets the same rates as batch 32, to be fair. All sizes train on 2048 samples, with three random seeds each. The loss is measured on unseen sequences. The best rule also has a probability for each class: with a marker class 1 is certain, without one it is unlikely. The table's last column, *above the best rule*, is the distance (KL divergence) of the model's probabilities from these. A perfect model has 0 in this column, but its loss is above 0.
 
 
 # %%
@@ -720,9 +720,9 @@ plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {targ
 # - **By steps** it is the large batch: each update is better informed.
 # - **By seconds** it depends on the cost of a step of each size on this machine, the subject of part 1.
 #
-# The picture on the right shows your choice: many small steps (its upper left) or few large steps (its lower right). No batch size needs both the fewest steps and the fewest samples. In theory the points are on a curve, which bends where the batch size is near the noise scale.
+# The picture on the right shows your choice: many small steps (its upper left) or few large steps (its lower right). No batch size needs both the fewest steps and the fewest samples.
 #
-# Read the table of learning rates too. A large batch that keeps the small batch's rate loses its advantage. A large batch with a rate scaled in proportion may not learn at all. For Adam, theory suggests [the square root](https://arxiv.org/abs/2205.10287).
+# In the table of learning rates, a large batch that keeps the small batch's rate loses its advantage. A large batch with a rate scaled in proportion may not learn at all. For Adam, theory suggests [the square root](https://arxiv.org/abs/2205.10287).
 #
 # ## What held: learning
 #
@@ -811,7 +811,7 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# - **Speed:** a larger batch was faster until the later of two knees. In a whole step, more samples also share the update and each call: updates were a share of 0.32 of the seconds that the largest batch saved (on the machine named in part 1).
+# - **Speed:** a larger batch was faster until the later of two knees. In a whole step, more samples also share the update and each call: rarer updates were a share of 0.32 of the seconds that the largest batch saved per sample (the machine of part 1).
 # - **Memory:** the largest batch that fits was found by a search that crashes, and by a line that does not.
 # - **Learning:** after 16 steps the loss with batch 128 was 0.09 times that with batch 8; after the same 512 samples it was 11.8 times. By seconds the winner depends on your machine, and a large batch needs a scaled learning rate.
 
