@@ -334,9 +334,9 @@ _ = both[1].set_xlabel(
 #
 # ### Baseline
 #
-# Is DDP faster than one process? First one process trains, with 1 or 8 samples per step.
+# First one process trains, with 1 or 8 samples per step.
 #
-# > **On two GPUs:** they train the profile's own model, with NCCL.
+# > **On two GPUs:** this section and the next train the lab's task; two processes use NCCL.
 #
 # ### Change one thing
 #
@@ -392,7 +392,7 @@ def scaling(samples, megabits):
     alone = first[samples].step_seconds
     # An all-reduce sends 2 (n - 1) / n times the gradients' bytes (the end of the next section says why).
     sending = [2 * (n - 1) / n * 4 * timed.parameters() * 8 / megabits / 1e6 for n in ranks]
-    visible = [max(0, time - 0.6 * alone) for time in sending]  # backward, some 60 % of a step, hides the rest
+    visible = [max(0, time - 0.6 * alone) for time in sending]  # what backward, some 60 % of a step, cannot hide
     series = {"ideal": ranks}
     for name, times in {"backward hides what it can": visible, "nothing is hidden": sending}.items():
         series[name] = [n * alone / (alone + time) for n, time in zip(ranks, times)]
@@ -498,7 +498,7 @@ print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s eac
 #
 # Under DDP, *MB on the wire* is close to the bytes that a rank hands over. To sum a vector, each of two ranks sends half of its vector to the other, adds the half that it receives to the half that it kept, and sends this sum back. So it sends two halves: the bytes of one vector. With $n$ ranks, each rank sends $2(n-1)/n$ vectors, always fewer than two.
 #
-# The last two printed lines repeat calculations from the guide: its two times in percent, 200 steps in 101.9 s as steps per second, and the GB/s of an RTX 3090's NVLink. The guide's links between hosts, InfiniBand and Omni-Path, can be measured only on machines that have them.
+# The last two printed lines repeat the guide's calculations: its two times in percent, steps per second (200 in 101.9 s), and the GB/s of an RTX 3090's NVLink. The guide's links between hosts, InfiniBand and Omni-Path, can be measured only where they exist.
 #
 # ### Send less
 #
@@ -762,7 +762,7 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 #
 # ### From a shell
 #
-# `torchrun` starts a script of yours once for each rank. It puts `RANK`, `WORLD_SIZE` and the address at which the ranks find each other into environment variables. `accelerate launch` calls torchrun. The next cells run both, beside the lab's own ranks. On two hosts, start the same command on each; `--rdzv-endpoint` is the address of one of them:
+# `torchrun` starts a script of yours once for each rank. It puts `RANK`, `WORLD_SIZE` and the address at which the ranks find each other into environment variables. `accelerate launch` calls torchrun. The next cells run both, beside the lab's own ranks. On two hosts, start the same command on each. *rdzv* is *rendezvous*: `--rdzv-endpoint` is the address of one host, `--rdzv-id` any name:
 #
 # ```
 # torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id lesson --rdzv-endpoint 10.0.0.1:29500 script.py
@@ -823,7 +823,7 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 #
 # ### What goes wrong
 #
-# The next cells start two ranks again and again. Each time, before an all-reduce, rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce. In *another size* it has more numbers. In the last two rows it has integers instead of floats; in *torch compares first* torch compares the ranks' calls before it sends. See how soon you learn of it, and from whom.
+# The next cells start two ranks again and again. Each time, before an all-reduce, rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce. In *another size* it has more numbers. In the last two rows it has integers instead of floats; in *torch compares first* torch compares the ranks' calls before it sends.
 
 
 # %%
@@ -880,7 +880,7 @@ print("with find_unused_parameters=True:", remedy.status)
 #
 # ### What carries over
 #
-# The index pages of the guides (2022 and 2024) send you to the single-GPU methods first, because these extend to other setups. The next cell measures the memory of five methods, on one CPU process and on two (which also have DDP's buckets). The pages also say that efficient training requires an accelerator.
+# The index pages of the guides (2022 and 2024) send you to the single-GPU methods first, because these extend to other setups. The next cell measures the memory of five methods, on one CPU process and on two (which also have DDP's buckets). The pages also say that efficient training requires an accelerator. The first check is about the two hosts of *The link*.
 #
 # > **On a GPU:** the last check times the GPU against the CPU.
 
