@@ -182,7 +182,7 @@ ax.set_xscale("log", base=2)
 # - *slowdown*: the hardware slows the card down (it *throttles*)
 # - *shutdown*: the card switches off.
 #
-# Older cards report these thresholds as temperatures, but not always all three. Newer cards report a *margin*: how many degrees are left until the card first slows down. The hotter the card, the smaller its margin. On these cards each of the three thresholds is a value of the margin, too: the card reaches the threshold when its margin has fallen to that value.
+# Older cards report these thresholds as temperatures, but not always all three. Newer cards report a *margin*: how many degrees are left until the card first slows down. The hotter the card, the smaller its margin. These cards report the three thresholds as margins, too. A shutdown threshold of -8, for example, means that the card switches off when its margin has fallen to -8: 8 degrees hotter than at a margin of 0.
 
 
 # %%
@@ -514,7 +514,7 @@ exercises.check(lab, "offer", check, answer)
 exercises.prove(check, solution="large", mistake="middle")
 
 # %% [markdown]
-# What does the course's advisor (`perf-helpers advise`) recommend for the card that you chose? (Without an answer the cell takes the card with the most memory.) It may find a better recipe than ours. In the table, *speed* is relative to the fastest recipe that fits. A line such as *Speed, bf16* says by which factor one technique changes the speed, and where this factor was measured.
+# What does the course's advisor (`perf-helpers advise`) recommend for the card that you chose? (Without an answer the cell takes the card with the most memory.) It may find a better recipe than ours. The first line of its answer ends with the type of the weights (*preset*: from the course's own description of this model). In the table, *16 x 1* is the micro-batch times the accumulation steps; *needs* and *free* are memory. *speed* is relative to the fastest recipe that fits. *costs* names what the recipe gives up, such as precision; it is no price. A line such as *Speed, bf16* says by which factor one technique changes the speed, and where this factor was measured.
 
 # %%
 chosen = offers.get(answer) or max(offers.values(), key=lambda offer: offer.gibibytes)  # the most memory
