@@ -396,7 +396,9 @@ def by_updates(processes, largest):
 last = len(batches) - 1
 display(claims.check("larger-batch-faster", speed_of(0, last, last + 1, fitting), note=f"batch {fitting} against 1"))
 display(
-    claims.check("larger-batch-by-updates", by_updates(taken, fitting), note="other causes: a fuller device, fewer calls")
+    claims.check(
+        "larger-batch-by-updates", by_updates(taken, fitting), note="other causes: a fuller device, fewer calls"
+    )
 )
 ratio = speed_of(last, batches.index(quarter), last + 2, quarter / fitting)
 claims.check("memory-to-the-limit", ratio, note=f"batch {quarter} against {fitting}, the largest that fits")
