@@ -131,11 +131,11 @@ _ = ax.set_title("Range of the formats", loc="left")
 # %% [markdown]
 # fp16 holds neither of them. 66246 becomes `inf`, and from an `inf` the next operations make `nan`; 2e-8 becomes 0, and a weight without a gradient does not learn. bf16 holds both, because it has the range of fp32. It pays with digits: a running sum of ones gets stuck at 256, in fp16 at 2048. fp16 has more digits and little range.
 #
-# The guides mention bf16 only for Ampere and TPUs. Newer CPUs have instructions for it, and other machines emulate it (see also note 1 at the end).
+# The guides mention bf16 only for Ampere and TPUs (note 1 at the end is about their check). Newer CPUs have instructions for it, and other machines emulate it.
 #
 # ### Does bf16 cause the overflow?
 #
-# The 2022 guide says that a model trained in bf16 is likely to overflow when it is fine-tuned in fp16. Its case is T5 ([transformers#5651](https://github.com/huggingface/transformers/issues/5651)). Here small networks learn house prices instead: in bf16, in fp16 (with the loss scaler of the next section), and in fp32 as a control. Then each network is trained further in fp16. In the table's upper row the prices reach half of fp16's largest number, in the lower row nine tenths of it. While a network learns, its predictions overshoot the prices. If bf16 is the cause, its column is far above the others in both.
+# The 2022 guide says that a model trained in bf16 is likely to overflow when it is fine-tuned in fp16. Its case is T5 ([transformers#5651](https://github.com/huggingface/transformers/issues/5651)). Here small networks learn house prices instead: in bf16, in fp16 (with the loss scaler of the next section), and in fp32 as a control. Then each network is trained further in fp16. In the table's upper row the prices reach half of fp16's largest number, in the lower row nine tenths of it. While a network learns, its predictions overshoot the prices. If bf16 is the cause, its column is far above the others in both rows.
 
 
 # %%
@@ -604,7 +604,7 @@ plots.Table(["activations against fp32", "default attention", "attn_implementati
 #
 # - **`LayerNorm`** keeps its input, a residual sum, which stays fp32. The embeddings' `dropout` works in fp32, too.
 # - **`query`, `key` and `value`** take the same tensor, which fp32 keeps once. Under autocast each of the three casts it again (the cache is for weights only), and three copies of half the size are more than the original.
-# - **`self`**, attention with dropout, uses torch's plain kernel on a CPU, which computes in fp32 inside ([pytorch#128922](https://github.com/pytorch/pytorch/pull/128922)): these are the fp32 matmuls of the printed line. On a CPU the model's own "eager" attention computes in 16 bits and keeps less: see the second table.
+# - **`self`**, attention with dropout, uses torch's plain kernel on a CPU, which computes in fp32 inside ([pytorch#128922](https://github.com/pytorch/pytorch/pull/128922)): these are the fp32 matmuls of the printed line. On a CPU the model's own "eager" attention computes in 16 bits and keeps less (second table).
 #
 # With 16-bit weights and eager attention nothing is fp32, and everything halves. Why not always? In bf16, a weight of 1 plus an update of 0.001 is 1: small updates are lost. Pure fp16 also has its small range.
 #
@@ -683,7 +683,7 @@ exercises.question(
 #
 # Inference has no small updates to add, so the whole model may have 16 bits. The guide compares this with mixed precision, which keeps fp32 weights *and* 16-bit copies: 6 bytes per parameter. (Autocast makes no copies of embeddings, so the models below have small embeddings.)
 #
-# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. The third of the next cells evaluates two models that are the same function in fp32: a trained model, and its twin. A feed-forward layer has two weight matrices. In the twin the first one is multiplied by 2^18, and the second one is divided by it. So only the activations between the two matrices are larger.
+# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. The third of the next cells evaluates two models that are the same function in fp32: a trained model, and its twin. A feed-forward layer has two weight matrices. In the twin the first is multiplied by 2^18, and the second is divided by 2^18. So only the activations between the two matrices are larger.
 
 # %%
 served = lab.task

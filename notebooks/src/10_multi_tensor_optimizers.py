@@ -41,7 +41,7 @@ clock = WALL if cuda else CPU
 # %% [markdown]
 # ## Idea
 #
-# Each operation must be *launched*. This takes some microseconds: in Python, in torch's *dispatcher* (it chooses the compiled code for the tensors' device and dtype) and, on a GPU, in the driver. The arithmetic on a small tensor takes less than that. There are three forms of an update:
+# Each operation must be *launched*. This takes some microseconds: in Python, in torch's *dispatcher* (it chooses the compiled code for the tensors' device) and, on a GPU, in the driver. The arithmetic on a small tensor takes less than that. There are three forms of an update:
 #
 # - the **loop** launches each operation for each tensor;
 # - the **foreach** form uses *multi-tensor* operations (`torch._foreach_*`): each takes a list of tensors and is launched once for all of them. This is *horizontal* fusion;
@@ -603,7 +603,7 @@ plots.Table(header, rows, "sorted by peak; guessing has a loss of 2.08")
 # - **Many small tensors**: the loop against foreach.
 # - **Training**: the quickest other AdamW of the table against the fused AdamW, in steps of 1 x 32 tokens, both made by the Trainer. In larger steps the gain is smaller: see the shares above.
 #
-# In each comparison the first of the two, the loop or the other AdamW, is timed twice per turn. Both times come from the same code, so any difference between them is noise. `Ratio.of_turns` divides the time of the first optimizer by that of the second. Its interval is never narrower than this noise.
+# In each comparison the first of the two, the loop or the other AdamW, is timed twice per turn. Both times come from the same code, so any difference between them is noise. `Ratio.of_turns` divides the time of the first optimizer by that of the second. The interval of this ratio is never narrower than the noise.
 #
 # The other two claims count operators and names.
 

@@ -300,7 +300,7 @@ shares = [waiting_share(bars[12:]) for bars in pair]
 print("share of the time spent waiting: {:.0%} by the rules, {:.0%} measured".format(*shares))
 
 # %% [markdown]
-# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. The charts can differ: a read takes three times `own`, the time of a step *before* the workers started. If steps are now slower than `own`, a read is shorter than three of them, and so are the waits. If steps are now faster, the waits are longer than predicted. Four workers hide these longer waits, too, so they can gain more than the predicted four times.
+# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. The charts can differ: a read takes three times `own`, the time of a step *before* the workers started. If steps are now slower than `own`, a read is shorter than three of them, and the waits are shorter than predicted. If steps are faster, the waits are longer than predicted. Four workers hide these longer waits, too, so they can gain more than the predicted four times.
 #
 # ## More workers
 #
@@ -481,8 +481,8 @@ def tokenised(_):
 
 
 once, *epoch = lab.run(tokenised, measure=("none",)).value
-paid = once / (epoch[0] - epoch[2])
-print(f"done once: {once:.2f} s; as tensors,", f"paid back after {paid:.1f} epochs" if paid > 0 else "never paid back")
+saved, paid = epoch[0] - epoch[2], "paid back after {:.1f} epochs"
+print(f"done once: {once:.2f} s; rows as tensors:", paid.format(once / saved) if saved > 0 else "never paid back")
 names = ["for each batch", "before, rows as lists", "before, rows as tensors"]
 plots.Table(["tokenised", "CPU ms per batch of 16"], [[name, 1e3 * cpu / 125] for name, cpu in zip(names, epoch)])
 
