@@ -70,7 +70,7 @@ widgets.predict(lab, "share of products", "What share of the step's time do matm
 #
 # `interleaving.in_turns` calls each function of a list in turn, several times. For each function it returns the times of its calls: the seconds of the clock and the seconds that were spent computing.
 #
-# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle here: torch may not shorten their inputs to tf32 (lesson 07).
+# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle here: torch must not shorten their inputs to tf32 (lesson 07).
 
 
 # %%
@@ -121,7 +121,7 @@ header = [
 plots.Table(header, rows)
 
 # %% [markdown]
-# An operation with fewer FLOPs per byte than the *ridge* waits for memory. The last column is the same ridge per *number* moved: a 16-bit number has half the bytes of an fp32 number. An operation does the same FLOPs per number in every precision, so compare the rows by this column. If it is higher for a 16-bit format, more operations wait for memory in that format.
+# An operation with fewer FLOPs per byte than the *ridge* waits for memory. The last column is the same ridge per *number* moved: a 16-bit number has half the bytes of an fp32 number. An operation does the same FLOPs per number in every precision, so compare the rows by this column. If its value is higher for a 16-bit format, more operations wait for memory in that format.
 #
 # ## By hand: three operations
 #
@@ -186,7 +186,7 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 #
 # A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a *kernel* (the compiled function that does the work) runs it. The mode has to call the operation, and may inspect, count and time it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from the table `PER_ELEMENT`.
 #
-# It also takes each operation's time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, `bernoulli_` draws random zeros and ones, and `native_layer_norm` is the kernel behind `layer_norm`.
+# Ours also takes each operation's time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, `bernoulli_` draws random zeros and ones, and `native_layer_norm` is the kernel behind `layer_norm`.
 #
 # > **On a GPU:** the device's own clock is read before and after each kernel (CUDA *events*). A short sleep of the device comes first: the kernel is launched meanwhile, so its launch is not timed.
 
@@ -329,7 +329,7 @@ print("most time:", ", ".join(f"{name} {dearest[name]:.0%}" for name in top))
 print(f"with twice the matrix rate and nothing else this step would be at most {1 / (1 - share / 200):.2f} x as fast")
 
 # %% [markdown]
-# (Operations that move no bytes only make views or empty tensors.) The estimate is the matmuls' share if every operation takes its least time on the roofline. The last printed line answers the question at the top: twice the matrix rate at best halves the matmuls' time, and changes no other (*Amdahl's law*).
+# (Operations that move no bytes only make views or empty tensors.) The estimate is the matmuls' share if every operation takes its least time on the roofline. The last printed line answers the question at the top: twice the matrix rate at best halves the matmuls' time, and no other (*Amdahl's law*).
 #
 # Each dot in the picture is an operation: how many FLOPs per byte it does, and how many FLOPs per second it reached. Under the slope bandwidth is the limit, under the flat part arithmetic. A larger dot took more time. Operations without FLOPs (copies, embeddings) are not shown. The named dot is the longest operation that is not a matmul.
 
@@ -380,7 +380,7 @@ _ = right.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(
 # %% [markdown]
 # Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The first claim below is about all operations that are not matmuls: their share of the FLOPs is divided by their share of the bytes. The second tests the order contractions, normalizations, element-wise: the FLOPs per byte of each group are divided by those of the next, and the smaller ratio counts. Copies and embeddings, which only move bytes, are left out. An `exp` counts as one FLOP here, by convention; the note also has the values for ten.
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The first claim below is about all operations that are not matmuls: their share of the FLOPs is divided by their share of the bytes. The second tests the order contractions, normalizations, element-wise: the FLOPs per byte of each group are divided by those of the next, and the smaller ratio counts. It leaves out copies and embeddings, which only move bytes. An `exp` counts as one FLOP here, by convention; the note also has the values for ten.
 
 
 # %% tags=["claim"]
@@ -406,7 +406,7 @@ claims.check("op-groups-ordered", min(per_byte[0] / per_byte[1], per_byte[1] / p
 # %% [markdown]
 # ## Change one thing: no dropout
 #
-# The guide says that linear layers have twice the FLOPs in backward, and that a backward pass generally takes about twice as long. Compare both, with dropout and without.
+# The guide says that linear layers have twice the FLOPs in backward, and that a backward pass generally takes about twice as long. Compare both passes, with dropout and without.
 
 # %%
 plain_task = lab.task.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})  # new
@@ -440,7 +440,7 @@ plots.Table(header, table, "ratio: backward / forward")
 #
 # ### Backward against forward
 #
-# The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted: dropout alone is timed, and its seconds in each pass are added to that pass without dropout.
+# The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted: dropout alone is timed, and its seconds in each pass are added to those without dropout.
 #
 # The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest: multiples of its *tiles*, the blocks in which it computes the result. If that is true here, a FLOP of backward takes longer than one of forward: the claim's ratio is above 1.
 
@@ -749,7 +749,7 @@ _ = axes[1].set_xlabel("microseconds")
 # - **Wide bars of matmuls**: the step is *compute-bound* (by arithmetic). A faster precision helps it (lesson 07).
 # - **Wide bars of other operations**: the step is *memory-bound* (by bandwidth). Fewer bytes help it, unless the bars draw dropout's masks (on a CPU).
 #
-# A bar also contains the overhead of its call. The kernels in the lower picture process many more numbers. If one takes as many microseconds in both (the axes differ), most of its bar is overhead.
+# A bar also contains the overhead of its call. The kernels in the lower picture process many more numbers. If one takes as many microseconds in both pictures (the axes differ), most of its bar is overhead.
 #
 # ## "My GPU is at 100 %"
 #
@@ -830,7 +830,7 @@ _ = widgets.explore(draw, operation=operations, size=sizes, precision=list(ceili
 # %% [markdown]
 # ## Exercise 1: which of the four can help?
 #
-# A step is bound by bandwidth: nearly all of its time goes to the chain above, bias, GELU and residual, on tensors of 64 million numbers. Which of these changes can make it at least 10 % faster?
+# A step is bound by bandwidth: nearly all of its time goes to the chain above (bias, GELU, residual) on tensors of 64 million numbers. Which of these changes can make it at least 10 % faster?
 #
 # **A** a matrix rate twice as high · **B** one fused kernel for the three · **C** activations in 16 bits · **D** a cheaper formula for GELU, with half the FLOPs
 

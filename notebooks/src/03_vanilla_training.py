@@ -366,14 +366,14 @@ exercises.question(
 # Before measuring an effect, measure no effect. On a CPU `lab.compare` deals with these variations as follows:
 #
 # - **Rounds inside one process**, on one thread. A *turn* is one step of a recipe. A *round* has three turns: two of the first recipe, the baseline, and one of the second. A slow minute slows all three turns, and so does a process that is slow as a whole.
-# - **One ratio per round**: the mean time of the baseline's two turns, divided by the time of the second recipe's turn. Above 1 the second recipe is faster. This one ratio is called a *pair*: it comes from a pair of times.
-# - **Several processes.** A process can favour one of the recipes in all its rounds, for example by where its tensors are in memory. So the lab spreads the rounds over four processes. (Its argument `turns` is the number of rounds: `turns=8` means 8 rounds in all, two in each process.)
+# - **One ratio per round**: the mean time of the baseline's two turns, divided by the time of the second recipe's turn. Above 1 the second recipe is faster. This ratio is called a *pair*: it comes from a pair of times.
+# - **Several processes.** A process can favour one of the recipes in all its rounds, for example by where its tensors are in memory. So the lab spreads the rounds over four processes. (The argument `turns` of `lab.compare` is the number of rounds: `turns=8` means 8 rounds in all, two in each process.)
 # - **CPU time** decides. The ratio by the wall clock is shown beside it.
-# - **Against itself.** The baseline's two turns in a round run the same code. Without noise their times would be equal. The lab divides one time by the other in each round, takes the median of these ratios, and inverts it if it is below 1. The result is this measurement's **noise floor**, but never less than 1.05.
+# - **Against itself.** The baseline's two turns in a round run the same code. Without noise their times would be equal. The lab divides one time by the other in each round, takes the median of these ratios, and inverts it if it is below 1. The result is this measurement's **noise floor**. If it is below 1.05, the lab takes 1.05.
 #
 # > **On a GPU:** no other program uses the GPU, so each recipe has a process of its own, the clock decides, and the floor is 1.02.
 #
-# The first comparison is between two runs of the same recipe. The second has one change that ought to show: sequences of a quarter of the length. (Do not compare the step times in the table: each training was timed by itself, one after the other, and *the same again* for a single step. The ratios come from the turns.)
+# The first comparison is between two runs of the same recipe. The second has one change that ought to show: sequences of a quarter of the length. (Do not compare the step times in the table: the trainings were timed one after the other, and *the same again* for a single step. The ratios come from the turns.)
 
 # %%
 again = lab.train("the same again", task=short, per_device_train_batch_size=4, steps=1)  # new: a name; one step timed

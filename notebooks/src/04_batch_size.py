@@ -35,7 +35,7 @@ from trainmem.records import CPU, WALL, Ratio
 lab = Lab(profile, strict=strict, out=out, lesson="04_batch_size")
 claims = Claims(lab)
 on_cpu = lab.machine.kind == "cpu"
-CLOCK, FLOOR = (CPU, 1.05) if on_cpu else (WALL, 1.02)  # the clock that decides; least interval (+-5 or 2 %)
+CLOCK, FLOOR = (CPU, 1.05) if on_cpu else (WALL, 1.02)  # the clock that decides; interval: at least +-5 or 2 %
 
 
 def single_thread():
@@ -47,7 +47,7 @@ def single_thread():
 # %% [markdown]
 # ## Part 1: speed
 #
-# A linear layer multiplies its weights by a matrix of numbers. This matrix has one *row* for each token of the batch (samples times sequence length). The result has as many rows, and one *column* for each output feature of the layer. The matmul reads the weights once, however many rows there are. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. Speed against rows rises, then becomes flat. Between the two parts is a **knee**.
+# A linear layer multiplies its weights by a matrix of numbers. This matrix has one *row* for each token of the batch (samples times sequence length). The result has as many rows, and one *column* for each output feature of the layer. The matmul reads the weights once, however many rows there are. With few rows, reading takes all the time, and one more row is nearly free. With many rows, arithmetic takes longer, and each row costs its full price. The curve of speed against rows rises, then becomes flat. Between the two parts is a **knee**.
 #
 # ## Predict
 #
@@ -200,7 +200,7 @@ widgets.revealed(lab, "twice the memory", fitting, estimate=estimated)
 # %% [markdown]
 # Weights, gradients and optimizer states take the same bytes for every batch. They are in the first half of the memory already, so the second half is free for samples.
 #
-# The estimate trains nothing: it computes the peaks of two sizes and draws the same line through them. The Trainer's argument `auto_find_batch_size=True` tries batch sizes instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error. (Until [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 it halved the batch.) The next cell calls this function directly. On a CPU we cause the error ourselves: above the limit we ask for more memory than any machine has. The cell also tests an out-of-memory message of oneDNN, torch's library for matmuls on a CPU.
+# The estimate trains nothing: it computes the peaks of two sizes and draws such a line through them. The Trainer's argument `auto_find_batch_size=True` tries batch sizes instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error. (Until [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 it halved the batch.) The next cell calls this function directly. On a CPU we cause the error ourselves: above the limit we ask for more memory than any machine has. The cell also tests an out-of-memory message of oneDNN, torch's library for matmuls on a CPU.
 #
 # > **On a GPU:** torch's own limit on memory raises the error.
 
@@ -288,7 +288,7 @@ print(f"batch {fitting} is {speeds[-1] / speeds[0]:.2f} x as fast as batch 1; ",
 print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 
 # %% [markdown]
-# In the left picture, the distance between the lines is the **update**: in a larger batch, more samples share it. The line *without the update* rises too, for two other reasons: larger passes fill the device better, and each call of an operation serves more samples. In the right picture each sample adds the same bytes; the line looks bent because its axis of sizes is logarithmic. A small batch can peak above the line: at the end of backward or in the update, where all gradients are in memory and the batch hardly matters.
+# In the left picture, the distance between the lines is the **update**: in a larger batch, more samples share it. The line *without the update* rises too, for two other reasons: larger passes fill the device better, and each call of an operation serves more samples. In the right picture each sample adds equally many bytes; the line looks bent because the horizontal axis is logarithmic. A small batch can peak above the line: at the end of backward or in the update, where all gradients are in memory and the batch hardly matters.
 #
 # ## Multiples of 8, of 64, or of another number
 #
@@ -477,7 +477,7 @@ def draw(card, columns, tile):
     rounds = [waves(number, columns, high_wide, count) for number in rows]
     used = [number * columns / (each * count * math.prod(high_wide)) for number, each in zip(rows, rounds)]
     ax = plots.lines(rows, {"used": [100 * x for x in used]}, "rows", "% of the device's arithmetic", markers=False)
-    ax.set_title(f"{card} tiles at a time, {columns} columns, tiles of {tile}", loc="left")
+    ax.set_title(f"{card} at a time (tiles of {tile}), {columns} columns", loc="left")
     ax.set_ylim(0, 105)
     return ax
 
@@ -597,7 +597,7 @@ print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".f
 # - this rate times the square root of (batch size / 8),
 # - this rate times (batch size / 8).
 #
-# Batch 8 gets the same rates as batch 32, to be fair. All sizes train on 2048 samples, with three random seeds each. The loss is measured on unseen sequences. The best rule also has a probability for each class: with a marker class 1 is certain, without one it is unlikely. The table's last column, *above the best rule*, is the distance (KL divergence) of the model's probabilities from these. A perfect model has 0 in this column, but its loss is above 0.
+# Batch 8 gets the same rates as batch 32, to be fair. All sizes train on 2048 samples, with three random seeds each. The loss is measured on unseen sequences. The best rule also gives a probability for each class: with a marker class 1 is certain, without one it is unlikely. The table's last column, *above the best rule*, is the distance (KL divergence) of the model's probabilities from these. A perfect model has 0 in this column, but its loss is above 0.
 
 
 # %%
@@ -813,7 +813,7 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# - **Speed:** a larger batch was faster until the later of two knees. In a whole step, more samples also share the update and each call: rarer updates were a share of 0.32 of the seconds that the largest batch saved per sample (the machine of part 1).
+# - **Speed:** a larger batch was faster until the later of two knees. In a whole step, more samples also share the update and each call: rarer updates made up 0.32 of the seconds that the largest batch saved per sample (the machine of part 1).
 # - **Memory:** the largest batch that fits was found by a search that crashes, and by a line that does not.
 # - **Learning:** after 16 steps the loss with batch 128 was 0.09 times that with batch 8; after the same 512 samples it was 11.8 times. By seconds the winner depends on your machine, and a large batch needs a scaled learning rate.
 

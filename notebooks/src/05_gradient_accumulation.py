@@ -264,7 +264,7 @@ exercises.question(
 #
 # The arithmetic is the same, only divided differently. A step consists of passes and one update. So nearly all of its time is the sum of their seconds. We call the seconds of one pass (for each micro-batch size) and of one update the *parts* of a step. The next two cells measure the parts, and the peak of four ways to make a batch of 8.
 #
-# `predicted_ratio` calculates from the parts how much faster one way is than another. The parts are timed without the Trainer, which makes each up to a fifth longer. This may slow down either of the two ways, so the function returns a range of +-20 %.
+# `predicted_ratio` calculates from the parts how much faster one way is than another. The parts are timed without the Trainer, which makes each up to a fifth longer. It may slow down one way more than the other, so the function returns a range, a factor of 1.2 either way.
 #
 # > **On a CPU** the sequences have 64 tokens, to save your time.
 
@@ -515,7 +515,7 @@ claims.check(
 assert not more_steps.known or more_steps.high > 1  # the answer to the question "slower"
 
 # %% [markdown]
-# The two guides contradict each other less than it seems. The 2022 guide keeps the micro-batch: the passes are the same, and there are fewer updates. The 2023 guide's examples keep the effective batch: more accumulation steps mean smaller passes. The 2023 guide also says in general that more accumulation steps cost more. It does not say which batch stays the same there. `accumulation-cost-grows` tests this sentence with the same micro-batch. The note of `accumulation-fewer-updates` gives the update's share of a step, from the parts. Accumulation saves only updates, however many micro-batches it adds up: if the update's share is *s*, the speed is at most 1 / (1 - *s*) times as high. The measured speed can be somewhat above this limit, because the parts do not include the Trainer's own work at each update.
+# The two guides contradict each other less than it seems. The 2022 guide keeps the micro-batch: the passes are the same, and there are fewer updates. The 2023 guide's examples keep the effective batch: more accumulation steps mean smaller passes. The guide also says in general that more accumulation steps cost more, but not which batch stays the same. `accumulation-cost-grows` tests this with the same micro-batch. The note of `accumulation-fewer-updates` gives the update's share of a step, from the parts. Accumulation saves only updates, however many micro-batches it adds up: if the update's share is *s*, the speed is at most 1 / (1 - *s*) times as high. The measured speed can be somewhat above this limit, because the parts do not include the Trainer's own work at each update.
 #
 # ### Learning
 #

@@ -510,7 +510,7 @@ claims.check("checkpointing-sqrt", power, note=note)
 # The 2022 guide promises the square root for the library's flag as well, and the 2023 guide says that only a fraction of the activations is computed again. The next cell decides three claims. The first two are about a BERT under the flag:
 #
 # - How fast do the bytes that wait for backward, after the forward pass, grow with the number of layers?
-# - Which share of the layers runs forward twice?
+# - What share of the layers runs forward twice?
 #
 # The third claim is about *forget all*, and uses the matmuls that were counted above.
 
@@ -537,7 +537,7 @@ claims.check("checkpointing-forget-all", more_matmuls)
 # %% [markdown]
 # ## Explore
 #
-# Apply the formula to any number of layers and any inside. The curve *together* is the sum of the other two: the kept checkpoints and the insides. The best segment is where this curve is lowest. First leave the inside at its first value, about that of the transformer layers above, and change only the number of layers. With few layers, segments of one layer are best. From how many layers on are longer segments better?
+# Apply the formula to any number of layers and any inside. The curve *together* is the sum of the other two: the kept checkpoints and the insides. The best segment is where this curve is lowest. Leave the inside at its first value, about that of the transformer layers above, and change only the number of layers. With few layers, segments of one layer are best. From how many layers on are longer segments better?
 
 
 # %% tags=["widget"]
@@ -598,7 +598,7 @@ exercises.prove(check, solution=4, mistake=8)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# A model has 8 layers, numbered from 0. Save at least half of the memory that checkpointing all layers saves, and recompute **at most half** of the layers. (Half of a forward pass is a sixth of the matmuls of a step.) So your peak must not exceed the printed limit, which is halfway between the peak with no layer checkpointed and the peak with all of them. Which layers do you checkpoint?
+# A model has 8 layers, numbered from 0. Save at least half of the memory that checkpointing all layers saves: your peak must not exceed the printed limit, which is halfway between the peak with no layer checkpointed and the peak with all of them. And recompute **at most half** of the layers. (Half of a forward pass is a sixth of the matmuls of a step.) Which layers do you checkpoint?
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
