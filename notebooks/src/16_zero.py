@@ -442,7 +442,7 @@ plots.Table(head, [fsdp_row(run) for run in (runs[3], fsdp, no_reshard)])
 #
 # > **On a GPU:** the Trainer's switch is `TrainingArguments(fsdp=True)`. It needs accelerators: on CPU ranks accelerate 1.15 ignores it and trains with DDP (the lab warns).
 #
-# The estimate traces one rank of FSDP2 on GPUs, and one of DeepSpeed (next section). DeepSpeed stores more than the formula says; the list before *What held: bytes* says why.
+# The *estimate* (lesson 00) traces one rank of FSDP2 on GPUs, and one of DeepSpeed (next section). DeepSpeed stores more than the formula says; the list before *What held: bytes* says why.
 
 
 # %%
@@ -533,7 +533,7 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 # - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter. In stage 3 on two ranks, this copy is only in *total*.
 # - In stage 3, small weights stay whole.
 # - A *bucket*, a buffer for messages, has 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* has buffers.
-# - *gradients* also has the whole gradient of the word embedding, which does not fit into a bucket. (The estimate of stage 2 has it twice.) In stage 3 the gradient shard is a buffer, too, so *gradients* has only the word embedding's gradient.
+# - In stage 2, *gradients* also has the whole gradient of the word embedding, which does not fit into a bucket. (The estimate has it twice.) In stage 3 the gradient shard is a buffer, so *gradients* has only the word embedding's gradient.
 # - The row *on the host* saves nothing here: a CPU rank's memory is the host's. Its *gradients* has the host's copy of the gradient shard, 4/N bytes.
 #
 # ### What held: bytes
@@ -740,9 +740,9 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 # %% [markdown]
 # ### The decision tree
 #
-# The guide's tree: if the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits, because each later one sends more or waits longer. A card always needs room for its activations and its whole largest layer. With offload, the host or a disk needs room for the bytes that leave the card.
+# The guide's tree: if the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits, because each later one sends more or waits longer. A card always needs room for its activations and the whole largest layer. With offload, the host or a disk needs room for the bytes that leave the card.
 #
-# `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each *layout* (DDP, FSDP, ...). It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards of one host (nothing goes *between hosts*): over a fast link, over a slow link, and on cards that are too small. (With bf16, FSDP sends 16-bit numbers, but DDP fp32 gradients: here DDP sends more.)
+# `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each *layout* (DDP, FSDP, ...). It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards of one host (nothing goes *between hosts*): over a fast link, over a slow link, and on cards that are too small. (With bf16, FSDP sends 16-bit numbers and DDP fp32 gradients: here DDP sends more.)
 
 
 # %%

@@ -610,7 +610,7 @@ widgets.revealed(lab, "together", 100 * max(0, 1 - 2 * median(bubble(turn) for t
 #
 # ### What a stage stores
 #
-# Both schedules have the same bubble. But 1F1B needs less memory: a stage must *hold* the activations of each micro-batch from its forward to its backward pass. The next cell runs four ranks on the CPU, and the lab's meter counts their activations. After it comes the simulator.
+# Both schedules have the same bubble. But 1F1B needs less memory. A stage must *hold* the activations of each micro-batch from its forward to its backward pass, which 1F1B runs sooner. The next cell counts the activations of four ranks on the CPU. Then comes the simulator.
 
 # %%
 STAGES, grown = 4, {}

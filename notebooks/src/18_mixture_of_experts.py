@@ -419,7 +419,7 @@ display(
 # %% [markdown]
 # An expert that is chosen often learns more, and is then chosen more often. With the task's loss alone, a few experts take nearly all tokens, and the others only cost memory. The balancing loss works against that. With 64 experts and so short a training it does not reach an even load.
 #
-# The right picture matters where buffers have a fixed size, as on TPUs. Tokens that do not fit are **dropped**: they pass by on the residual connection alone. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 hardly uses a balancing loss. For the choice it adds a bias to each expert's score, and lowers the bias of experts with too many tokens.)
+# The right picture matters where buffers have a fixed size, as on TPUs. Tokens that do not fit are **dropped**: they pass by on the residual connection alone. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 hardly uses a balancing loss. For the choice it adds a bias to each expert's score, and lowers that of experts with too many tokens.)
 #
 # The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". If you know only a token's place, you guess its expert about as often as if you know nothing. Its word helps most, so "depending on the token" would be right.
 #
@@ -616,7 +616,7 @@ print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2
 #
 # ### A mixture against a dense model
 #
-# In the first five of these seven checks, a token meets as many FFN weights in the mixture as in the dense model. In the last two, the dense model has equal quality. Its width differs by seed, so these intervals are wider than the table's. The range *predicted* for `moe-faster` comes from the interval of `moe-inference`. Its low end is 40 % lower, because a step also updates all experts; its high end has a margin of 5 %.
+# In the first five of these seven checks, a token meets as many FFN weights in the mixture as in the dense model. In the last two, the dense model has equal quality. Its width differs by seed, so these intervals are wider than the table's. The range *predicted* for `moe-faster` comes from the interval of `moe-inference`. The low end is 40 % lower, because a step also updates all experts; the high end has a margin of 5 %.
 
 # %% tags=["claim"]
 inference, faster, few, slower = speeds[SCALES[-1]]
@@ -657,7 +657,7 @@ claims.check("moe-every-other", every_other)
 # %% [markdown]
 # ## Explore
 #
-# The picture shows a model with Mixtral's layers and width (32 and 4096). Change its experts: which bars grow with their number, and which with *k*? By the guides AdamW in mixed precision takes 18 bytes per parameter (lesson 01), without activations. The GFLOP are those of a training step: 6 operations per parameter that a token meets.
+# The picture shows a model with Mixtral's layers and width (32 and 4096). Change its experts: which bars grow with their number, and which with *k*? By the guides' count, AdamW in mixed precision takes 18 bytes per parameter (lesson 01), without activations. The GFLOP are those of a training step: 6 operations per parameter that a token meets.
 
 
 # %% tags=["widget"]

@@ -514,7 +514,7 @@ exercises.check(lab, "offer", check, answer)
 exercises.prove(check, solution="large", mistake="middle")
 
 # %% [markdown]
-# What does the course's advisor (`perf-helpers advise`) recommend for the card that you chose? (Without an answer the cell takes the card with the most memory.) It may find a better recipe than ours. The first line of its answer ends with the type of the weights (*preset*: from the course's own description of this model). In the table, *16 x 1* is the micro-batch times the accumulation steps; *needs* and *free* are memory. *speed* is relative to the fastest recipe that fits. *costs* names what the recipe gives up, such as precision; it is no price. A line such as *Speed, bf16* says by which factor one technique changes the speed, and where this factor was measured.
+# What does the course's advisor (`perf-helpers advise`) recommend for the card that you chose? (Without an answer the cell takes the card with the most memory.) It may find a better recipe than ours. The first line of its answer ends with the type of the weights (*preset*: from the course's own description of this model). In the table, *16 x 1*, for example, means a micro-batch of 16 and 1 accumulation step; *needs* and *free* are memory. *speed* is relative to the fastest recipe that fits. *costs* names what the recipe gives up, such as precision; it is no price. A line such as *Speed, bf16* says by which factor one technique changes the speed, and where this factor was measured.
 
 # %%
 chosen = offers.get(answer) or max(offers.values(), key=lambda offer: offer.gibibytes)  # the most memory

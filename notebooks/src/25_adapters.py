@@ -340,7 +340,7 @@ if not no_peft:
 #
 # **Can such numbers be trusted?** Other people published the memory of seventeen trainings with LoRA on a Tesla T4. We repeated all of them in a *rehearsal*, with torch 2.11. A rehearsal is a dry run without a GPU: a stub library replaces the CUDA runtime, torch's own allocator works as on a GPU, and nothing is computed. The peak of the allocated bytes is equal to the published peak in all seventeen, **to the byte**. The memory that torch *reserved* from the driver is equal in fourteen, and 2 MiB too high in three. The base was always in fp16. (For a base in 4 bits no such agreement can be expected: its memory varies by some MiB from run to run, even on one card.)
 #
-# One statement of the publication does not fit: it names torch 2.14 for thirteen of the seventeen. We also rehearsed six of these thirteen with 2.14. Five of the six reserved another amount of memory than the published one. So the numbers agree far better with 2.11 than with 2.14: [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md).
+# One statement of the publication does not fit: it names torch 2.14 for thirteen of the seventeen. We also rehearsed six of these thirteen with 2.14. Five of the six reserved a different amount of memory. So the numbers agree far better with 2.11 than with 2.14: [the publication most likely names the wrong version](../docs/upstream/lora-on-a-t4.md).
 #
 # ## Seconds, by parts
 #
