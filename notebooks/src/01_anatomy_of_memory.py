@@ -639,7 +639,7 @@ lab.foresee(explorers.memory, lab, device="cuda")
 # %% [markdown]
 # (Adafactor's `step` holds temporaries: intermediate results of the update of a parameter.)
 #
-# ## Exercise
+# ## Exercise 1: the bytes of two micro-batches
 #
 # Mixed precision with `gradient_accumulation_steps=2`: the Trainer runs forward and backward on two small batches
 # (*micro-batches*), adds up their gradients, and only then updates the weights. So the second micro-batch runs while the
@@ -683,7 +683,7 @@ exercises.check(lab, "accumulated", check, answer)
 exercises.prove(check, solution=sum(per_parameter(mixed, "forward")) + 4, mistake=sum(per_parameter(mixed)))
 
 # %% [markdown]
-# ## Challenge
+# ## Exercise 2: the challenge
 #
 # A task you have not seen: the lab's task with two more layers and half the length (`unseen` in the cell below), batch 16, fp32, AdamW. Predict its peak in MB, within 10 %, before it is trained. You may count parameters, and you may run a forward pass at batch 1, both in a cell that you add.
 

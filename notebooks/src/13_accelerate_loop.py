@@ -431,7 +431,7 @@ exercises.check(lab, "skip", check_skip, answer)
 exercises.prove(check_skip, solution=24, mistake=48)
 
 # %% [markdown]
-# ## Exercise 2, a challenge: log the gradient's norm for less than 2 % of a step
+# ## Exercise 2, the challenge: log the gradient's norm for less than 2 % of a step
 #
 # Your answer is a function with the arguments `(model, norm, log)`. It is called after clipping in every step: `norm` is the value that `clip_grad_norm_` returned, and `log` is a list. Append to it the norm that the whole gradient had before it was clipped. After training, `[float(n) for n in log]` must be the norms, and the call may take 2 % of a step at most.
 #

@@ -778,7 +778,7 @@ for question in ({"card_bytes": "80GB"}, {"card_bytes": "80GB", "slow_link": Tru
     display(lab.foresee(parallelism, large, cards=8, **question, **recipe))
 
 # %% [markdown]
-# ## Exercise, a challenge: the least memory for a given traffic
+# ## Exercise, the challenge: the least memory for a given traffic
 #
 # Write `answer(ranks, link, pcie)` for fp32 with AdamW. In each step, a rank may send at most `link` bytes per parameter to other ranks, and move at most `pcie` bytes per parameter over PCIe. Which stage (0 to 3) takes the least device memory per rank, and should its states be offloaded? Return both, for example `(0, False)`.
 #

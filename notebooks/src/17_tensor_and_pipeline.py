@@ -938,7 +938,7 @@ alone = min(size for ranks in (1, 2, 4, 8) for size in limits[ranks][:2] if size
 claims.check("three-d-scales", limits[8][2] / alone, note=f"one method alone, at best: {alone:.3f} MB")
 
 # %% [markdown]
-# ## Exercise, a challenge: the cheapest split that fits
+# ## Exercise, the challenge: the cheapest split that fits
 #
 # A model has layers of unequal widths. Split it into two stages so that no rank stores more weights than a limit allows, and so that the fewest bytes are sent. Write a function `answer(layers_MB, sent_MB, limit_MB)` that returns how many layers the first stage gets. It takes
 #

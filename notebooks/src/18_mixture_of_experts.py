@@ -740,7 +740,7 @@ def narrow_ones(ffn):
 exercises.prove(check, solution=narrow_ones, mistake=one_wide_expert)
 
 # %% [markdown]
-# ## Exercise 2, a challenge: the best loss at a width of 32
+# ## Exercise 2, the challenge: the best loss at a width of 32
 #
 # The check trains your mixture on the 48 languages, as above, with three seeds. A token may meet an FFN width of at most 32 (*k* x width), and there may be at most 128 experts. Find a mixture whose mean loss over the seeds is below that of the 64 experts above. Your answer is a dict, in which *balance* is the factor of the balancing loss (0.02 above).
 

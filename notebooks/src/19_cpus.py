@@ -490,7 +490,7 @@ def draw(micro, kind):
 _ = widgets.explore(draw, micro=[8, 2], kind=["fp32", "bf16"])
 
 # %% [markdown]
-# ## Exercise: the best recipe for this CPU
+# ## Exercise 1: the best recipe for this CPU
 #
 # With `TrainingArguments(use_cpu=True)` a training starts in fp32, with one process and all cores. Choose better values for the dtype, the processes, the threads and the micro-batch, for updates of 16 samples. Choose among the layouts and the micro-batches (8 and 2) that the explorer shows. Your recipe must reach 90 % of the samples/s of the best of these; the upper end of the interval decides. Its loss may differ from fp32's by no more than another seed would change it.
 

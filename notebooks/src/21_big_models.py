@@ -592,7 +592,7 @@ _ = widgets.explore(draw, billions=[7, 1, 3, 13, 70], bytes_a_parameter=[2, 4])
 # %% [markdown]
 # The picture shows no new measurement: it multiplies the shares above by the size of your model. (For a small model, memory that the libraries themselves take is a larger share.)
 #
-# ## Exercise
+# ## Exercise 1: half the weights in memory
 #
 # Load the model so that it answers, and the process holds at most **half** of the weights' bytes at the peak, private and mapped together. The answers must be those of the checkpoint. Your answer is the arguments of `from_pretrained`; the check measures it.
 

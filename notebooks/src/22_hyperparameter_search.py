@@ -580,7 +580,7 @@ def draw(trials, seeds):
 _ = widgets.explore(draw, trials=[20, 5, 50, 100], seeds=[1, 3, 10])
 
 # %% [markdown]
-# ## Exercise: a recipe, and a number that holds
+# ## Exercise 1: a recipe, and a number that holds
 #
 # Write a function that gets `run(seed, **settings)`. `run` trains `RECIPE` with `per_device_train_batch_size=64` and with your settings, and returns the validation loss. You may call `run` **at most 40 times**. Your function returns the settings and the loss that they will give. The check trains again with 20 fresh seeds and tests two things:
 #

@@ -877,7 +877,7 @@ reason = "" if on_gpu else f"{ratio:.2f} by the estimate, which applies the allo
 claims.check("oom-fragments", ratio if on_gpu else None, note=reason)
 
 # %% [markdown]
-# ## Exercise: three at once
+# ## Exercise 1: three at once
 #
 # The script below runs, but three things are wrong with it. Its task is to predict, after four given words, the twelve that follow, with a new head: `new_head(model)` puts an untrained output layer into the model. Write a repaired copy that returns its model. Give it another name, e.g. `repaired(watch, epochs=10)`: the check still needs `job`. The copy passes if
 #

@@ -444,7 +444,7 @@ def draw(price, used):
 _ = widgets.explore(draw, price=[2, 1.5, 2.5, 3, 4], used=[100, 90, 75, 50])
 
 # %% [markdown]
-# ## Exercise: the cheapest card that makes it in a day
+# ## Exercise 1: the cheapest card that makes it in a day
 #
 # You have three offers with made-up figures. Solve the exercise with these figures, then try your own. Your model must train on five million samples within 24 hours, at an effective batch of 16 and with the recipe below. Which offer is the cheapest **in total**? Its card must have enough memory for the training, too. The cell below your answer defines `hours(offer)` and `fits(offer)`. `fits` counts the CUDA context, too, and keeps a margin.
 

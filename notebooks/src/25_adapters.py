@@ -551,7 +551,7 @@ def draw(bits, tokens):
 _ = widgets.explore(draw, bits=[16, 8, 4.5, 4.127], tokens=[2048, 512, 8192])
 
 # %% [markdown]
-# ## Exercise: half of it
+# ## Exercise 1: half of it
 #
 # The training with adapters of rank 4 must fit into **half of its peak**. Keep eight samples per update, fp32, and adapters of at least rank 4 beside queries and values. Your answer is a dict of arguments of `counted`: the `rank`, and arguments of the Trainer.
 
