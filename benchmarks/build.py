@@ -427,7 +427,7 @@ def error_table(rows: list[dict]) -> str:
 
 
 def _estimate() -> str:
-    """Return the tables of the estimate and other tools on the same trainings, and of the estimate's errors on GPUs."""
+    """Return tables as text: the estimate compared with other tools on the same trainings, and its errors on GPUs."""
     report = read_record(BESIDE)
     on_gpus = read_record(ON_GPUS) if ON_GPUS.exists() else []
     head = ["tool", "answered", "median error", "worst", "seconds, median", "own memory, at most", "cannot express"]
@@ -486,8 +486,8 @@ def _false_alarms_of_claims() -> tuple[int, int]:
     """Return (number of pairs of recorded speed comparisons, number of those pairs that would be reported as a change).
 
     Each comparison is of a recipe with itself, so every reported change is a false alarm. A change is reported if two
-    speed ratios differ by more than noise. `is_beyond_noise` sets this limit for as many values as there are claims
-    about time.
+    speed ratios differ by more than a limit. `is_beyond_noise` sets the limit: the more values are compared, the higher
+    it is. Here it is the limit for as many values as there are claims about time.
     """
     report = read_record(RESULTS / "speed.json")
     number = sum(claim.decided_by == "time" for claim in load().values())

@@ -319,7 +319,7 @@ FIRST = "guides' vanilla"
 
 
 def best(here: Here, known: Known) -> Iterator[Row]:
-    """Lesson 14's ladder of speed: from "guides' vanilla" on, each step adds a technique; and each technique alone.
+    """Lesson 14's ladder of speed: the first recipe, "guides' vanilla", plus one technique after the other; each alone.
 
     Yield this part's rows for the machine `here`; `known`: {name: row} of the measured rows. The batch grows as long as
     a run needs no more memory than the first recipe. Model FLOPs utilization is measured for the first recipe and for

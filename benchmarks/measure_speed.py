@@ -3,11 +3,11 @@
     python benchmarks/measure_speed.py [--itself 200] [--turns 200] [--times 20]
 
 If a recipe is compared with itself, how often is an effect reported (how often does the interval of the speed ratio
-exclude 1)? How often is one reported if a forward and backward pass is interleaved with itself inside a function
-(`in_turns`)? Also, some claims about speed (see `CLAIMS`) are decided in 20 rounds, with the recipes and sizes of their
-lessons: which verdicts do they get? Half of the comparisons run under other load: a process that multiplies matrices on
-all cores but one. Each ten comparisons, and each round, have a new Python process with its own fork server, as each
-lesson has. The whole measurement takes about two hours on 2 cores.
+exclude 1)? How often does `in_turns` report an effect if it compares a forward and backward pass with itself, running
+the two in turns within one process? Also, some claims about speed (see `CLAIMS`) are decided in 20 rounds, with the
+recipes and sizes of their lessons: which verdicts do they get? Half of the comparisons run under other load: a process
+that multiplies matrices on all cores but one. After every ten comparisons, and for every round, a new Python process
+begins, with a fork server of its own, as each lesson has one. The whole measurement takes about two hours on 2 cores.
 """
 
 import contextlib

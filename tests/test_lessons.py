@@ -146,7 +146,7 @@ def test_no_lesson_tries_the_network(executed):
 
 @strictly
 def test_a_direction_reversed_in_the_ledger_changes_a_verdict(executed):
-    """Decide the measured values once more with each claim reversed: no decided claim may get the same verdict."""
+    """Judge each claim again by its measured value, with its direction reversed: its verdict must be another one."""
     ledger, turned = claims.load(), 0
     for decision in executed["claims"]:
         claim = ledger[decision["id"]]

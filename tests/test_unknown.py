@@ -1,4 +1,4 @@
-"""Numbers without a value, and assumed numbers: how Python and its libraries treat them."""
+"""How Python and its libraries treat `Unknown`, a number that is not known, and `Assumed`, one that is assumed."""
 
 import collections
 import json

@@ -35,7 +35,7 @@ def number_text(value: float | None, unit: str = "", digits: int = 4) -> str:
 
 
 def bytes_text(size: float | None, binary: bool = False) -> str:
-    """Return a number of bytes as text in a readable unit, e.g. "1.50 GB"; "not measured" for None and unknown.
+    """Return a number of bytes as text in a readable unit, e.g. "1.50 GB"; "not measured" for None or `Unknown`.
 
     Args:
         size: number of bytes.

@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All recorded results of the claims: the newest of each machine, and all results of all dates."""
+    """Hold the recorded results of the claims in two forms: each machine's newest, and those of all dates."""
 
     now: dict[str, list[tuple[str, dict[str, Any]]]]  # {claim id: newest (machine and date, row) of each machine}
     before: dict[str, list[Entry]]  # {claim id: all results, the oldest first}

@@ -77,7 +77,7 @@ class Claim:
     def expected_on(self, kind: str, profile: str) -> tuple[Verdict, ...]:
         """Return the verdicts that the ledger expects on a kind of machine ("cpu" or "cuda") at the sizes of a profile.
 
-        Without a listed verdict, return () if other measurements predict the quantity, otherwise (NOT_TESTABLE,).
+        If none is listed: () if the lesson predicts the value (which must then agree), otherwise (NOT_TESTABLE,).
         """
         expected = self.expected.get(kind, () if self.predicted else (Verdict.NOT_TESTABLE,))
         return self.expected.get(profile, expected) if kind == "cuda" and profile in GPU_PROFILES else expected

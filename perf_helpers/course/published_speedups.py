@@ -18,8 +18,9 @@ _WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is as
 def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, tuple[Ratio, str]]:
     """Return {claim id: (value, its source in words)}; a value was measured in a course run or published in a guide.
 
-    The course run is the one that `nearest_recorded` returns. For "cuda", a claim that this run did not measure gets
-    its guide's figure, if the guide names the hardware. Other claims are left out. Not all values are speed ratios.
+    The course run is the one that `nearest_recorded` returns. For "cuda", a claim that it did not measure gets the
+    guide's figure, if the guide says on which GPU it was measured. Other claims are left out. Some ratios are of
+    memory.
 
     Args:
         machine: the machine that has the device; None: unknown, so `capability` alone decides which run is used.

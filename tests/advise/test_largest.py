@@ -1,5 +1,7 @@
-"""The advisor finds the largest model of an architecture, and the longest sequence, that fit by a formula. The tests
-calculate the formula for every size. Also, the advisor offers adapters only to users who allow them.
+"""The advisor finds the largest model of an architecture, and the longest sequence, that fit. Here a formula replaces
+the estimate, and tests know the right answer because they calculate the formula for every size.
+
+Also, the advisor offers adapters only to users who allow them.
 """
 
 import contextlib

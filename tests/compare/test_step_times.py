@@ -1,4 +1,4 @@
-"""Step times of a few recipes: a recipe is timed in one more process until two processes agree on its fastest step."""
+"""Step times of recipes: a recipe is timed in one new process after another until two agree on its fastest step."""
 
 import pytest
 

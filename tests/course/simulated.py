@@ -357,9 +357,10 @@ def _batching(cpu):
 
 
 def _fewer_bits(cpu, matrices):
-    """Return (the speed of one answer with quantized weights relative to bf16, the predicted range) on a simulated CPU.
+    """Return (how fast a simulated CPU generates a text with quantized weights, relative to bf16; the predicted range).
 
-    `matrices`: function (CPU, seconds of a token's matmuls in bf16) that returns their seconds with quantized weights.
+    `matrices`: function of (CPU, seconds that a token's matmuls take in bf16) that returns the seconds that the same
+    matmuls take with quantized weights.
     """
     half = max(2 * WEIGHTS / cpu.memory, 2 * WEIGHTS / cpu.half)
     ratio = (half + 80 * cpu.call) / (matrices(cpu, half) + 80 * cpu.call)

@@ -64,7 +64,10 @@ def test_results_hold_the_machine_the_claims_and_the_runs(ran):
 
 @pytest.mark.parametrize(("at_once", "order"), [(1, ["03", "15", "16"]), (2, ["15", "16", "03"])])
 def test_in_parallel_the_lessons_that_wait_most_begin_first(at_once, order, tmp_path, monkeypatch, capsys):
-    """Results keep the order of the lessons' numbers. While `at_the_end` runs, os.environ has the course's server."""
+    """With `at_once` lessons at a time, they must begin in `order`; results must be in the order of their numbers.
+
+    The function that the course calls last, `at_the_end`, must find the course's fork server in os.environ.
+    """
     for number in ("03", "15", "16"):
         write_lesson(tmp_path / "lessons", f"{number}_toy", "")
     monkeypatch.setattr(course, "LESSONS", tmp_path / "lessons")

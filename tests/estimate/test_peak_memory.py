@@ -96,8 +96,8 @@ def experiment(model=TINY):
 def trace_twice(tell):
     """Trace one experiment twice with one `Probe`, which runs operations and keeps their results and workspaces.
 
-    Return ([each trace's estimate], [the reported percentages of progress], [keys of what the probe has after each
-    trace, as a set]). `tell`: not used; `processes.call` passes it.
+    Return three lists: the estimate of each trace; the reported percentages of progress; for each trace, the set of the
+    keys of the results and workspaces that the probe then holds. `tell`: not used; `processes.call` passes it.
     """
     percentages, facts, estimates = [], [], []
     with contextlib.closing(Probe()) as probe:

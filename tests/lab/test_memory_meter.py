@@ -178,10 +178,10 @@ def test_a_function_of_the_users_is_counted_to_the_byte(lab):
 
 
 def test_memory_that_no_operation_made_is_counted_inside_operations(lab):
-    """Memory that the loop allocates without an operation must add to the peak and to the category "inside_operations".
+    """Memory that the loop allocates without a torch operation must be in the peak, as part of "inside_operations".
 
-    The tracker does not see this memory. The peak comes from a pass without the tracker, because autograd computes
-    fewer results in place, and needs more memory, while a tracker is active.
+    That category is the peak minus all that the tracker saw. The peak comes from a pass without the tracker, because
+    autograd computes fewer results in place, and needs more memory, while a tracker is active.
     """
 
     def train(held):

@@ -1,4 +1,4 @@
-"""Sealed cells in a real kernel: they run as their plain text would, and some can be read afterwards."""
+"""Sealed cells, whose code is encoded, in a real kernel: they run as the code would, and some then show it."""
 
 import re
 

@@ -95,9 +95,9 @@ def _sort(gpu: Gpu, made, tensor, dim=-1, *_, **options) -> list[Step]:
 def _topk(gpu: Gpu, made, tensor, k, dim=-1, largest=True, ordered=True, *_, **__) -> list[Step]:
     """Return the memory requests of `topk`, in order: the results (`made`), and bytes of buffers.
 
-    If the rows are long, several blocks of threads search each row; buffers hold how many numbers have each digit,
-    and running sums. If a row has more than 4096 results, buffers serve to sort the results, as in `_sort`
-    (cuda/TensorTopK.cu: mbtopk, TensorTopK.cpp).
+    If the rows are long, several blocks of threads search each row by radix select, digit by digit. Buffers hold the
+    count of numbers for each value of a digit, and running sums of these counts. If a row has more than 4096 results,
+    buffers serve to sort them, as in `_sort` (cuda/TensorTopK.cu: mbtopk, TensorTopK.cpp).
     """
     size = tensor.shape[dim] if tensor.dim() else 1
     rows, buffers = tensor.numel() // max(size, 1), []

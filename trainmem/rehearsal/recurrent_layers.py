@@ -11,8 +11,8 @@ FUNCTIONS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn_flatten_weight"}
 def without_cudnn(function: Callable, answers: Counter[str]) -> Callable:
     """Return a function that does the same as `function`, one of `FUNCTIONS`, but without cuDNN.
 
-    If `function` is a recurrent layer, also add 1 to the entry for such layers in `answers`, which counts what a
-    rehearsal assumed. `_cudnn_rnn_flatten_weight` is no layer: it moves a layer's weights into one block of memory.
+    This call also adds 1 to the entry for recurrent layers in `answers`, which counts what a rehearsal assumed, unless
+    `function` is `_cudnn_rnn_flatten_weight`: it is no layer, but moves a layer's weights into one block of memory.
     """
     if function is torch._cudnn_rnn_flatten_weight:
         return _flattened
