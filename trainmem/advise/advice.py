@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import html
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from trainmem.core.configurations import Weights
 from trainmem.core.families import text_of
 from trainmem.core.task import PRESETS, Task
 from trainmem.estimate import depth, estimate
+from trainmem.estimate.allocator_settings import untested_text
 from trainmem.measure.processes import within
 from trainmem.measure.runner import Runner
 from trainmem.recipes import LORA
@@ -293,12 +295,13 @@ def advise(
         else:
             search, leanest, does_fit, found = largest_of(search, largest)
             task, notes = search.task.replace(dataset_size=task.dataset_size), (*notes, found)
-            search.needed(leanest)  # so that `search` describes this recipe's estimate
             fitting, smallest = ([leanest], None) if does_fit else ([], leanest)
         changes = helpful_changes(search, smallest) if smallest else ()
         beside = _notes(search, fitting[0], evidence, on.capability) if fitting else ()
     free = bytes_text(on.margin_bytes, binary=on.kind == "cuda")
     free = f"{margin:.0%} of the memory, {free}, is kept free for what an estimate cannot predict."
+    newer = dict.fromkeys(each.untested_torch for each in search.made if each.untested_torch)
+    untested = [f"{untested_text(version)}." for version in newer]
     measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate)]
     return Advice(
         task=task,
@@ -313,9 +316,9 @@ def advise(
         recipes=tuple(_recipe(each, search, on.memory_bytes, max(measured, default=None)) for each in fitting),
         smallest=smallest and _recipe(smallest, search, on.memory_bytes, None),
         changes=changes,
-        notes=(*on.notes, *notes, on.kept, free, *search.notes, *beside),
-        assumptions=tuple(search.assumptions),
-        estimates=search.count,
+        notes=(*on.notes, *notes, on.kept, free, *search.notes, *untested, *beside),
+        assumptions=tuple(dict.fromkeys(itertools.chain(*(each.assumptions for each in search.made)))),
+        estimates=len(search.made),
     )
 
 

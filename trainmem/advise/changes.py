@@ -27,10 +27,10 @@ class Change:
 
 def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
     """Return changes that would reduce the memory of the smallest recipe; those with which it would fit come first."""
-    estimated = search.estimates[smallest]
+    needed, estimated = search.needed(smallest), search.estimates[smallest]
     # Bytes by category at the peak and at the end of each phase, and the bytes needed in addition to live ones.
     breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
-    on_top = search.needed(smallest) - estimated.peak_bytes
+    on_top = needed - estimated.peak_bytes
     changes = [_shorter(search, smallest), _sharded(search, smallest.micro_batch, breakdowns, on_top)]
     changes.append(_offloaded(search.limit, breakdowns, on_top, search.on_gpu))
     return tuple(sorted(filter(None, changes), key=lambda change: not change.fits))
@@ -44,11 +44,11 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
     lengths = range(-(-task.shortest() // _STEP) * _STEP, task.length(), _STEP)
     if not lengths:
         return None
-    length, needed = search.furthest(smallest, lengths, lambda length: task.replace(seq_len=length), task.length() // 2)
+    length, reached = search.furthest(smallest, lengths, lambda n: task.replace(seq_len=n), task.length() // 2)
     text = f"seq_len={length} instead of {task.length()}, the longest multiple of {_STEP} that fits"
     if not length:
         text = f"no length fits; the bytes are those of {lengths[0]} tokens"
-    return Change("fewer tokens", text, bool(length), needed)
+    return Change("fewer tokens", text, bool(length), reached.needed(smallest))
 
 
 def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:

@@ -32,6 +32,7 @@ def largest(search: RecipeSearch, what: str) -> Found:
         ValueError: no preset of the task's model type takes sequences of the task's length ("model"), or the model
             takes no sequences ("sequence").
     """
+    search = dataclasses.replace(search, of_the_leanest=True)
     return _model(search) if what == "model" else _sequence(search)
 
 
@@ -44,22 +45,23 @@ def _model(search: RecipeSearch) -> Found:
     sizes, rungs = zip(*sorted(zip(sizes, alike, strict=True), key=lambda row: (row[0], row[1].model)), strict=True)
     # Start at the size that would fit if every model needed as much per parameter as the task does.
     first = sum(needed / size * each <= search.limit for each in sizes)
-    search.trace_ahead((rung, candidate) for rung in rungs[max(first - 1, 0) : first + 1])
-    found, _ = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
+    search.trace_ahead((search.at(rung), candidate) for rung in rungs[max(first - 1, 0) : first + 1])
+    found, reached = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
     note = f"Tried: {', '.join(rung.model for rung in rungs)}."
     if found and found < len(rungs):
-        note += _of_the_next(search, candidate, rungs[found])
-    return _at(search, rungs[max(found - 1, 0)]), candidate, bool(found), note
+        note += _of_the_next(search.at(rungs[found]), candidate)
+    return reached, candidate, bool(found), note
 
 
-def _of_the_next(search: RecipeSearch, candidate: Candidate, task: Task) -> str:
-    """Return a note that says how many bytes the next larger preset, `task`, would need with the recipe `candidate`.
+def _of_the_next(search: RecipeSearch, candidate: Candidate) -> str:
+    """Return a note that says how many bytes the search's task, the next larger preset, would need with a recipe.
 
     If the preset's memory is known as a function of the number of layers, the note also says how many layers would fit.
     """
+    task = search.task
     if not (layers := layers_of(task)):
         return f" {task.model} does not fit."
-    line, (_, needed) = search.line_of(task, candidate), search.about(task, candidate)
+    line, (_, needed) = search.line_of(candidate), search.about(candidate)
     fewer = largest_that_fits(range(1, layers), lambda n: line.at(n)[1] + search.context <= search.limit, layers // 2)
     note = f" {task.model} needs about {bytes_text(needed, search.on_gpu)}"
     if not fewer:
@@ -74,10 +76,10 @@ def _sequence(search: RecipeSearch) -> Found:
         raise ValueError(f"largest='sequence': {task.model} takes images, not sequences. Use largest='model'")
     most = min(positions(task.build_config()) or _MOST_TOKENS, _MOST_TOKENS)
     lengths = range(min(max(_STEP, -(-task.shortest() // _STEP) * _STEP), most), most + 1, _STEP)
-    found, _ = search.furthest(candidate, lengths, lambda n: task.replace(seq_len=n), task.length())
+    found, reached = search.furthest(candidate, lengths, lambda n: task.replace(seq_len=n), task.length())
     note = f"Tried lengths in steps of {_STEP} tokens"
     note += f"; {task.model} has no more positions." if found == lengths[-1] else "."
-    return _at(search, task.replace(seq_len=found or lengths[0])), candidate, bool(found), note
+    return reached, candidate, bool(found), note
 
 
 def _alike(task: Task) -> Sequence[Task]:
@@ -110,10 +112,5 @@ def _leanest(search: RecipeSearch) -> Candidate:
     if not set(known.ADAPTERS).isdisjoint(left[0].techniques):  # few weights are trained: any optimizer is small
         left = [each for each in left if known.ADAMW in each.techniques] or left
     left = [each._replace(micro_batch=search.choices.micro_batches[0]) for each in left]
-    search.trace_ahead((search.task, each) for each in left)
+    search.trace_ahead((search, each) for each in left)
     return min(left, key=search.about_needed) if len(left) > 1 else left[0]
-
-
-def _at(search: RecipeSearch, task: Task) -> RecipeSearch:
-    """Return a copy of the search for another task."""
-    return dataclasses.replace(search, task=task, of_the_leanest=True, estimates={}, too_large={}, _states={})

@@ -6,6 +6,7 @@ Other threads start the estimates that are probably needed next.
 
 import contextvars
 import dataclasses
+import functools
 import itertools
 import math
 import threading
@@ -21,7 +22,6 @@ from trainmem.core import hardware, optional_packages
 from trainmem.core.arguments import Arguments
 from trainmem.core.task import Task
 from trainmem.estimate import MemoryEstimate
-from trainmem.estimate.allocator_settings import untested_text
 from trainmem.estimate.depth import STATES, Line, layers_of
 from trainmem.measure.processes import seconds_left
 from trainmem.recipes import QUESTIONS, Technique
@@ -268,7 +268,7 @@ class Ranking:
 class RecipeSearch:
     """Search for recipes that fit: `find` gives each combination of techniques the largest micro-batch that fits.
 
-    It keeps the estimates that it made, their assumptions, and the bytes of recipes that do not fit.
+    It keeps the estimates that it made, and the bytes of recipes that do not fit.
     """
 
     task: Task
@@ -281,8 +281,7 @@ class RecipeSearch:
     line: Callable[..., Line]  # (task, training arguments) -> memory by number of layers
     on_gpu: bool = False  # whether the memory is a card's, whose sizes are in GiB
     of_the_leanest: bool = False  # whether only the recipe that needs least is searched
-    count: int = 0  # estimates requested so far
-    assumptions: dict[str, None] = field(default_factory=dict)  # of all estimates, each once, in order
+    made: list[MemoryEstimate] = field(default_factory=list)  # every estimate so far, in order
     estimates: dict[Candidate, MemoryEstimate] = field(default_factory=dict)
     too_large: dict[Candidate, int] = field(default_factory=dict)  # bytes needed by each recipe that does not fit
     notes: list[str] = field(default_factory=list)  # recipes that were not tried, and why
@@ -317,7 +316,7 @@ class RecipeSearch:
                 may_fit = [each for each in ranked[index:] if self._known_states(each) <= self.limit]
                 for each in may_fit[: most - len(fitting)]:
                     if each not in submitted:
-                        ahead(pool, self._copy_for_thread()._largest, each, fitting, found)
+                        ahead(pool, self._for_thread()._largest, each, fitting, found)
                         submitted.add(each)
             try:
                 size = self._largest(candidate, fitting, found)
@@ -339,71 +338,84 @@ class RecipeSearch:
         """Return the recipe that needs the least memory among the recipes that do not fit."""
         while (least := min(self.too_large, key=self.too_large.get)) not in self.estimates:
             try:
-                self.too_large[least] = self.needed_by(self._estimated(least))
+                self.needed(least)  # what was known before may be the bytes of its states alone
             except ValueError:  # no time is left, or it cannot be traced
                 del self.too_large[least]
         return least
 
-    def trace_ahead(self, pairs: Iterable[tuple[Task, Candidate]]) -> None:
-        """Trace the memory of several recipes as a function of the number of layers, in parallel.
-
-        Later calls of `line_of` find the results. `pairs`: (task, recipe), one per trace.
-        """
-        with ThreadPoolExecutor(self.at_once) as pool:
-            for task, candidate in pairs:
-                ahead(pool, self._copy_for_thread().line_of, task, candidate)
-
     def needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs; the recipe is estimated at the first call only.
+        """Return the bytes that the device must have for a recipe, with the CUDA context; estimated at the first call.
 
-        If its states (weights, gradients, optimizer states) alone are known to exceed the memory, return their bytes.
+        On CUDA these are the reserved bytes, on a CPU the live bytes.
         """
-        states = self._known_states(candidate)
-        is_open = candidate in self.estimates or states <= self.limit
-        needed = self.needed_by(self._estimated(candidate)) if is_open else round(states)
+        if candidate not in self.estimates:
+            found = self.estimates[candidate] = self.estimate(self.task, self.choices.arguments(candidate))
+            ends = (found.memory.phase_breakdowns or {}).values()
+            states = (sum(parts.get(name, 0) for name in STATES) for parts in ends)
+            self._states[_of_states(candidate)] = max(states, default=0)
+        memory = self.estimates[candidate].memory
+        needed = max(memory.reserved_bytes or 0, memory.peak_bytes) + self.context
         if needed > self.limit:
             self.too_large[candidate] = needed
         return needed
 
-    def _copy_for_thread(self) -> "RecipeSearch":
-        """Return a copy of the search for another thread, with empty notes, assumptions and estimates.
+    def at(self, task: Task) -> "RecipeSearch":
+        """Return a search for another task. What it estimates and notes counts as this search's, too."""
+        return dataclasses.replace(self, task=task, estimates={}, too_large={}, _states={})
 
-        Nothing is estimated twice: the copy and the original share the `Once` in `ask`, which stores all results.
+    def _for_thread(self) -> "RecipeSearch":
+        """Return a search for another thread, which finds results in advance; it has estimates and notes of its own.
+
+        Nothing is estimated twice: both searches share the `Once` in `ask`, which stores all results.
         """
-        return dataclasses.replace(self, estimates={}, too_large={}, notes=[], assumptions={}, _states={**self._states})
+        return dataclasses.replace(self, estimates={}, too_large={}, notes=[], made=[], _states={**self._states})
 
-    def line_of(self, task: Task, candidate: Candidate) -> Line | None:
+    def line_of(self, candidate: Candidate) -> Line | None:
         """Return a recipe's memory as a function of the number of layers, from traces of two shallow models.
 
         Return None if the task's model has at most 24 layers, or an encoder and a decoder: it is then traced itself.
         """
-        return self.ask(self.line, task, self.choices.arguments(candidate)) if layers_of(task) else None
+        return self.ask(self.line, self.task, self.choices.arguments(candidate)) if layers_of(self.task) else None
 
-    def about(self, task: Task, candidate: Candidate) -> tuple[int, int] | None:
+    def trace_ahead(self, pairs: Iterable[tuple["RecipeSearch", Candidate]]) -> None:
+        """Trace recipes as functions of the number of layers, in parallel; later calls of `line_of` find the results.
+
+        `pairs`: (search for a task, recipe), one per trace.
+        """
+        with ThreadPoolExecutor(self.at_once) as pool:
+            for search, candidate in pairs:
+                ahead(pool, search.line_of, candidate)
+
+    def about(self, candidate: Candidate) -> tuple[int, int] | None:
         """Return (peak of live bytes, upper estimate of reserved bytes) of a recipe, both with the CUDA context.
 
         Both are extrapolated from two shallow models. Return None if the model is not deep (more than 24 layers).
         """
-        if (line := self.line_of(task, candidate)) is None:
+        if (line := self.line_of(candidate)) is None:
             return None
-        alive, reserved = line.at(layers_of(task))
+        alive, reserved = line.at(layers_of(self.task))
         return alive + self.context, reserved + self.context
 
     def about_needed(self, candidate: Candidate) -> int:
         """Return the bytes that a recipe needs; for a deep model (over 24 layers) extrapolated from shallow models."""
-        about = self.about(self.task, candidate)
+        about = self.about(candidate)
         return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
-        """Return whether a recipe fits.
+        """Return whether a recipe fits, with as little work as decides it.
 
-        The memory of a deep model (more than 24 layers) is extrapolated from shallow models. The deep model itself is
-        estimated only if the extrapolation leaves doubt.
+        The first of these that is known decides: the bytes of its states (weights, gradients, optimizer states) alone,
+        if they exceed the memory; for a deep model (more than 24 layers), the memory extrapolated from shallow models,
+        if it leaves no doubt; an estimate.
         """
-        is_open = candidate not in self.estimates and self._known_states(candidate) <= self.limit
-        if is_open and (line := self.line_of(self.task, candidate)):
+        if candidate in self.estimates:
+            return self.needed(candidate) <= self.limit
+        if (states := self._known_states(candidate)) > self.limit:
+            self.too_large[candidate] = round(states)
+            return False
+        if line := self.line_of(candidate):
             self._states.setdefault(_of_states(candidate), _SURE * line.states_at(layers_of(self.task)))
-            alive, reserved = self.about(self.task, candidate)
+            alive, reserved = self.about(candidate)
             if _SURE * alive > self.limit:
                 self.too_large[candidate] = alive
                 return False
@@ -418,40 +430,17 @@ class RecipeSearch:
         """
         return self._states.get(_of_states(candidate), -math.inf) + self.context
 
-    def _estimated(self, candidate: Candidate) -> MemoryEstimate:
-        if candidate not in self.estimates:
-            found = self.estimates[candidate] = self.estimate(self.task, self.choices.arguments(candidate))
-            ends = (found.memory.phase_breakdowns or {}).values()
-            states = (sum(parts.get(name, 0) for name in STATES) for parts in ends)
-            self._states[_of_states(candidate)] = max(states, default=0)
-        return self.estimates[candidate]
-
-    def needed_by(self, estimated: MemoryEstimate) -> int:
-        """Return the bytes that the device must have according to an estimate, with the CUDA context.
-
-        On CUDA these are the reserved bytes, on a CPU the live bytes. The training fits the device exactly if they do
-        not exceed the search's `limit`.
-        """
-        return max(estimated.memory.reserved_bytes or 0, estimated.peak_bytes) + self.context
-
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
-        """Return the estimate of a task's memory with these training arguments.
-
-        Also add 1 to `count`, and keep the estimate's assumptions and notes in the search.
-        """
-        self.count += 1
-        estimated = self.ask(self.predict, task, arguments)
-        self.assumptions |= dict.fromkeys(estimated.assumptions)
-        if (newer := estimated.untested_torch) and f"{untested_text(newer)}." not in self.notes:
-            self.notes.append(f"{untested_text(newer)}.")
-        return estimated
+        """Return the estimate of a task's memory with these training arguments, and add it to `made`."""
+        self.made.append(self.ask(self.predict, task, arguments))
+        return self.made[-1]
 
     def furthest(
         self, candidate: Candidate, sizes: Sequence[int], task_of: Callable[[int], Task], first: int
-    ) -> tuple[int, int]:
-        """Return (the largest size of a task with which a recipe fits, the bytes that the recipe needs with this size).
+    ) -> tuple[int, "RecipeSearch"]:
+        """Return (the largest size of a task with which a recipe fits, the search for this task).
 
-        If the recipe fits with no size, return 0 and the bytes for the smallest size.
+        If the recipe fits with no size, return 0 and the search for the task of the smallest size.
 
         Args:
             candidate: the recipe.
@@ -459,35 +448,14 @@ class RecipeSearch:
             task_of: function that returns the task of a size.
             first: the size from which the search starts.
         """
-        arguments, exact = self.choices.arguments(candidate), {}  # bytes by size
-
-        def needed(size: int) -> int:
-            if size not in exact:
-                exact[size] = self.needed_by(self.estimate(task_of(size), arguments))
-            return exact[size]
-
-        def about(size: int) -> tuple[int, int]:
-            """Return (live bytes, upper estimate of reserved bytes) of the recipe for the task of this size.
-
-            For a deep model (more than 24 layers), both are extrapolated from shallow models. Any other model is
-            estimated itself, and both are the bytes that the recipe needs.
-            """
-            return self.about(task_of(size), candidate) or (needed(size), needed(size))
-
-        def fits_exactly(size: int) -> bool:
-            return needed(size) <= self.limit
-
-        above = largest_that_fits(sizes, lambda size: _SURE * about(size)[0] <= self.limit, first)
-        sizes = [size for size in sizes if size <= (above or sizes[0])]
-        below = above and largest_that_fits(sizes, lambda size: about(size)[1] <= self.limit, above)
-        if below:
-            likely = task_of(below)
-            length = f" with {likely.seq_len:,} tokens" if likely.seq_len else ""
-            self.ask.bar.set_postfix_str(f"so far {likely.model}{length}")
-        found = above and largest_that_fits([size for size in sizes if size >= below], fits_exactly, below)
-        if not found and (smaller := [size for size in sizes if size < below]):
-            found = largest_that_fits(smaller, fits_exactly, smaller[-1])
-        return found, needed(found or sizes[0])
+        at = functools.cache(lambda size: self.at(task_of(size)))
+        likely = largest_that_fits(sizes, lambda size: at(size).fits(candidate), first)
+        if likely:
+            task = at(likely).task
+            length = f" with {task.seq_len:,} tokens" if task.seq_len else ""
+            self.ask.bar.set_postfix_str(f"so far {task.model}{length}")
+        found = confirmed(sizes, likely, lambda size: at(size).needed(candidate) <= self.limit)
+        return found, at(found or sizes[0])
 
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
         """Return the largest micro-batch, in samples, with which a recipe fits; 0 if it fits with none.
@@ -510,17 +478,14 @@ class RecipeSearch:
         if not sizes:
             return 0
         first, whole = found.get(candidate.without_optimizer, sizes[-1]), of(sizes[-1])
-        most = largest_that_fits(sizes, lambda size: self.fits(of(size)), first)
-        if most < sizes[-1] and whole not in self.estimates and whole.micro_batch == self.choices.samples:
+        likely = largest_that_fits(sizes, lambda size: self.fits(of(size)), first)
+        if likely < sizes[-1] and whole not in self.estimates and whole.micro_batch == self.choices.samples:
             # All samples at once may fit even if fewer do not: no gradients are kept during another micro-batch.
-            fewer = self.estimates.get(of(next(size for size in sizes if size > most)))
+            fewer = self.estimates.get(of(next(size for size in sizes if size > likely)))
             least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context if fewer else 0
             if least <= self.limit and self.fits(whole):
-                most = whole.micro_batch
-        sizes = [size for size in sizes if size <= most]  # for a deep model, decided by shallow ones
-        while sizes and self.needed(of(sizes[-1])) > self.limit:
-            sizes.pop()
-        return sizes[-1] if sizes else 0
+                likely = whole.micro_batch
+        return confirmed(sizes, likely, lambda size: self.needed(of(size)) <= self.limit)
 
 
 def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:
@@ -561,6 +526,17 @@ class Once:
 def _of_states(candidate: Candidate) -> frozenset[Technique]:
     """Return the recipe's techniques that change the bytes of weights, gradients or optimizer states."""
     return frozenset(candidate.techniques) - known.OF_ACTIVATIONS
+
+
+def confirmed(sizes: Sequence[int], likely: int, fits: Callable[[int], bool]) -> int:
+    """Return `likely`, one of the ascending `sizes`, if it fits; otherwise the largest smaller size that fits, or 0.
+
+    `likely` may be 0, which is returned. A deep model's likely size comes from shallow ones, and has to be confirmed.
+    """
+    if not likely or fits(likely):
+        return likely
+    smaller = [size for size in sizes if size < likely]
+    return largest_that_fits(smaller, fits, max(smaller, default=0))
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: int) -> int:
