@@ -154,14 +154,14 @@ def text_of(path: Path, most: int = 2**24) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def from_json(text: str) -> Any:
-    """Return the content of a JSON text.
+def from_json(text: str, of_object: Callable[[dict], Any] | None = None) -> Any:
+    """Return the content of a JSON text; `of_object`: function that replaces each object of it, see `json.loads`.
 
     Raises:
         ValueError: invalid JSON, NaN, Infinity, or too many nested brackets.
     """
     try:
-        return json.loads(text, parse_constant=int)  # int raises ValueError for NaN and Infinity
+        return json.loads(text, object_hook=of_object, parse_constant=int)  # int raises ValueError for NaN and Infinity
     except RecursionError:
         raise ValueError("too many nested brackets") from None
 

@@ -140,13 +140,13 @@ def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = Fa
     Raises:
         ValueError: an unknown field, a value that transformers rejects, or a missing package.
     """
-    if method_of(settings) == "bitsandbytes":
-        return _by_bitsandbytes(model, settings, device)
     import torch
     from transformers import __version__
     from transformers.quantizers import AutoHfQuantizer
 
-    config = _config_of(settings)
+    config, method = _config_of(settings), method_of(settings)
+    if getattr(config, "load_in_4bit", False) and torch.device(device).type == "cpu":
+        _boundaries(config.bnb_4bit_quant_type, torch.device(device))
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     if trains and not quantizer.is_trainable:
         raise ValueError(
@@ -156,19 +156,22 @@ def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = Fa
     quantizer.validate_environment(device_map=None)
     whole = {name: parameter.data for name, parameter in model.named_parameters(remove_duplicate=False)}
     quantizer.preprocess_model(model, device_map=None)
-    operation, count = quantizer.get_quantize_ops(), len(whole)
+    convert, count = quantizer.get_quantize_ops().convert, len(whole)
     for name in [*whole]:
         layer, _, last = name.rpartition(".")
         owner = model.get_submodule(layer)
         if quantizer.param_needs_quantization(model, name):
-            given = {name: [whole.pop(name).to(device)]}
-            operation.convert(given, model=model, full_layer_name=name, missing_keys=set())
-            del given
+            weight = whole.pop(name)
+            if method == "bitsandbytes":
+                owner.weight = _in_few_bits(owner, weight, device)
+            else:
+                convert({name: [weight.to(device)]}, model=model, full_layer_name=name, missing_keys=set())
+            del weight
         elif getattr(owner, last).is_meta:  # the bias of a layer that was replaced
             setattr(owner, last, torch.nn.Parameter(whole.pop(name).to(device), requires_grad=False))
     if len(whole) == count:
         raise ValueError(
-            f"quant_method={method_of(settings)!r} quantizes no layer of this model, because transformers passes only "
+            f"quant_method={method!r} quantizes no layer of this model, because transformers passes only "
             "torch.nn.Linear to it (GPT-2's are Conv1D): give load_in_8bit or load_in_4bit"
         )
     del whole
@@ -178,7 +181,7 @@ def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = Fa
 
 
 def _config_of(settings: Mapping[str, Any]):
-    """Return the configuration object of torchao or quanto for the fields `settings` of a quantization_config.
+    """Return transformers' configuration object for the fields `settings` of a quantization_config.
 
     Raises:
         ValueError: an unknown field, a value that transformers rejects, or a missing package.
@@ -187,62 +190,33 @@ def _config_of(settings: Mapping[str, Any]):
 
     method, settings = method_of(settings), of_method(settings, "quantization_config")
     import_method(settings | {"quant_method": method})
-    kind = {"torchao": transformers.TorchAoConfig, "quanto": transformers.QuantoConfig}[method]
+    kind = {
+        "bitsandbytes": transformers.BitsAndBytesConfig,
+        "torchao": transformers.TorchAoConfig,
+        "quanto": transformers.QuantoConfig,
+    }[method]
     check_known("quantization_config", settings, list(inspect.signature(kind).parameters)[:-1])
+    if method == "bitsandbytes" and not (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        raise ValueError("quantization_config has neither load_in_4bit nor load_in_8bit: set one of them to true")
     try:
-        if method == "torchao":
-            chosen = settings.pop("quant_type", "int8")
-            if isinstance(chosen, str):
-                library = sys.modules["torchao.quantization"]
-                return kind(getattr(library, _OF_TORCHAO.get(chosen, chosen))(), **settings)
-            return kind.from_dict(settings | {"quant_type": {"default": chosen.get("default", chosen)}})
-        return kind(**settings)
+        if method != "torchao":
+            return kind(**settings)
+        chosen = settings.pop("quant_type", "int8")
+        if isinstance(chosen, str):
+            library = sys.modules["torchao.quantization"]
+            return kind(getattr(library, _OF_TORCHAO.get(chosen, chosen))(), **settings)
+        return kind.from_dict(settings | {"quant_type": {"default": chosen.get("default", chosen)}})
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(f"quantization_config is not accepted by transformers ({error}): change it") from error
 
 
-def _by_bitsandbytes(model, settings: Mapping[str, Any], device: Any):
-    """Quantize a model's linear layers to 8 or 4 bits by bitsandbytes, and return the model; see `quantized`.
-
-    `settings`: fields of a `BitsAndBytesConfig`.
-
-    Raises:
-        ValueError: an unknown field, a value that transformers rejects, or a request for neither 8 nor 4 bits.
-    """
-    import bitsandbytes
-    import torch
-    from transformers import BitsAndBytesConfig
+def _in_few_bits(layer, weight, device: Any):
+    """Return a weight for a layer of bitsandbytes, quantized on `device`: it is never there in full precision twice."""
     from transformers.pytorch_utils import Conv1D
-    from transformers.quantizers import AutoHfQuantizer
 
-    settings = of_method(settings, "quantization_config")
-    check_known("quantization_config", settings, list(inspect.signature(BitsAndBytesConfig).parameters)[:-1])
-    try:
-        config = BitsAndBytesConfig(**settings)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"quantization_config is not accepted by transformers ({error}): change it") from error
-    if not (config.load_in_4bit or config.load_in_8bit):
-        raise ValueError("quantization_config has neither load_in_4bit nor load_in_8bit: set one of them to true")
-    if config.load_in_4bit and torch.device(device).type == "cpu":
-        _boundaries(config.bnb_4bit_quant_type, torch.device(device))
-    quantizer = AutoHfQuantizer.from_config(config)
-    whole = {name: parameter.data for name, parameter in model.named_parameters(remove_duplicate=False)}
-    quantizer.preprocess_model(model, device_map=None)
-    for name, layer in model.named_modules():
-        if not isinstance(layer, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt):
-            continue
-        weight, bias = whole.pop(f"{name}.weight"), whole.pop(f"{name}.bias", None)
-        weight = weight.T if issubclass(layer.source_cls, Conv1D) else weight  # GPT-2 stores it transposed
-        kind = type(layer.weight)
-        layer.weight = kind(weight, **{**vars(layer.weight), "requires_grad": False, "CB": None, "SCB": None})
-        del weight
-        layer.weight = layer.weight.to(device)
-        if bias is not None:
-            layer.bias = torch.nn.Parameter(bias.to(device), requires_grad=False)
-    del whole
-    torch.nn.Module.to(model, device)
-    model.hf_quantizer = quantizer
-    return quantizer.postprocess_model(model)
+    weight = weight.T if issubclass(layer.source_cls, Conv1D) else weight  # GPT-2 stores it transposed
+    fields = vars(layer.weight) | {"requires_grad": False, "CB": None, "SCB": None}
+    return type(layer.weight)(weight, **fields).to(device)
 
 
 def _boundaries(kind: str, device: Any) -> None:

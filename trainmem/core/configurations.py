@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,68 +113,36 @@ def made(where: str, kind: str, fields: dict[str, Any]):
         ) from None
 
 
-def dtype_of(
-    config, dtype: Any, named: str, where: str, of_weights: Callable[[], Any], is_preset: bool
-) -> tuple[Any, str]:
-    """Return (the torch.dtype in which `from_pretrained` loads a model, a text that names what decided this type).
+def torch_dtype(name: Any, source: str):
+    """Return the torch.dtype called `name`, e.g. "bfloat16", in which weights can be loaded.
 
-    The first of these that is given decides: `dtype`, the configuration's type, the type of the saved weights, float32.
-
-    Args:
-        config: the model's configuration.
-        dtype: the requested type; None or "auto": the configuration decides.
-        named: the text to return if the configuration decides.
-        where: the configuration's name, e.g. "config.json", for texts such as "config.json names none".
-        of_weights: function that returns the type of the saved weights, or None if no weights are saved.
-        is_preset: whether the configuration is a preset. If a preset names no type, its model was published in float32,
-            and the text is `where` alone, not "... names none".
+    `source`: who chose the type, for the message.
 
     Raises:
-        ValueError: the type is not a floating-point type of at least 16 bits.
+        ValueError: it is not a floating-point type of at least 16 bits.
     """
     import torch
 
-    found, source = None if dtype == "auto" else dtype, "requested"
-    if found is None and (found := config.dtype) is not None:
-        found, source = found.get("", torch.float32) if isinstance(found, dict) else found, named
-    if found is None:
-        found, source = of_weights(), f"the type of the saved weights, {where} names none"
-    if found is None:
-        found, source = torch.float32, where if is_preset else f"{where} names none"
-    name = str(found).removeprefix("torch.")
+    name = str(name).removeprefix("torch.")
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point or kind.itemsize < 2:
         raise ValueError(_OF_DTYPE.format(where=source, value=shown(name)))
-    return kind, source
+    return kind
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.json.
+    """Return the fields of a config.json. transformers saves infinite floats as {"__float__": "Infinity"}.
 
     Raises:
         ValueError: the file cannot be read or is not a model configuration.
     """
     with reading(path, "JSON", "a config.json or its folder"):
-        fields = from_json(text_of(path))
+        fields = from_json(text_of(path), lambda part: float(part["__float__"]) if [*part] == ["__float__"] else part)
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(
             f"{path} is not a model configuration: it has no 'model_type'. Give a config.json or its folder"
         )
-    return _with_floats(fields)
-
-
-def _with_floats(content: Any) -> Any:
-    """Return JSON content in which each {"__float__": "Infinity"} is replaced by the float.
-
-    transformers saves infinite floats in this form.
-    """
-    if isinstance(content, list):
-        return [_with_floats(each) for each in content]
-    if not isinstance(content, dict):
-        return content
-    if content.keys() == {"__float__"}:
-        return float(content["__float__"])
-    return {name: _with_floats(each) for name, each in content.items()}
+    return fields
 
 
 def dtype_of_files(folder: Path):

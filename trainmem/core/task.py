@@ -131,7 +131,7 @@ class Task(Record):
 
     def _cached_file(self) -> Path | None:
         """Return the cached configuration file of a model on the Hub; None for other models, or if it is not cached."""
-        if _ALIASES.get(self.model, self.model) in PRESETS:
+        if self._preset:
             return None
         from transformers.utils.hub import try_to_load_from_cache
 
@@ -142,12 +142,17 @@ class Task(Record):
 
     def is_described_here(self) -> bool:
         """Return whether the configuration is a preset or a local file, not a name on the Hub."""
-        return self._file() is not None or _ALIASES.get(self.model, self.model) in PRESETS
+        return bool(self._file() or self._preset)
+
+    @property
+    def _preset(self) -> dict[str, Any] | None:
+        """The entry in `PRESETS` that `model` names; None: it is a file, a folder or a name on the Hub."""
+        return PRESETS.get(_ALIASES.get(self.model, self.model))
 
     def _file(self) -> Path | None:
         """Return the configuration file that `model` names, existing or not; None for a preset or a name on the Hub."""
         path = Path(self.model)
-        if _ALIASES.get(self.model, self.model) in PRESETS:
+        if self._preset:
             return None
         is_file = path.suffix == ".json" or os.path.isfile(path)
         return path / "config.json" if os.path.isdir(path) else path if is_file else None
@@ -158,13 +163,10 @@ class Task(Record):
         Raises:
             ValueError: there is no such model, or its configuration is invalid.
         """
-        preset = _ALIASES.get(self.model, self.model)
-        if preset in PRESETS:
-            known = PRESETS[preset]
+        if known := self._preset:
             fields = known.get("config", {}) | dict.fromkeys(known.get("nulls", ())) | {"dtype": known.get("dtype")}
-            config = configurations.made(
-                "config", known["model_type"], configurations.merged(fields, self._own_fields())
-            )
+            fields = configurations.merged(fields, self._own_fields())
+            config = configurations.made("config", known["model_type"], fields)
             config.architectures = [known["architecture"]]
         elif file := self._file():
             fields = configurations.merged(configurations.read_config(file), self._own_fields())
@@ -184,8 +186,8 @@ class Task(Record):
 
         This is the task's `objective`. If `objective` is empty and no `architecture` is given, it is the preset's.
         """
-        preset = PRESETS.get(_ALIASES.get(self.model, self.model), {})
-        return self.objective or (preset.get("objective", "") if not self.architecture else "")
+        of_preset = (self._preset or {}).get("objective", "") if not self.architecture else ""
+        return self.objective or of_preset
 
     def _own_fields(self) -> dict[str, Any]:
         """Return `config` with its `torch_dtype` renamed to `dtype`, and one label if the objective is "preference".
@@ -285,15 +287,26 @@ class Task(Record):
         return self._weights(self._config_of_class(), dtype, quantization)
 
     def _weights(self, config, dtype: Any, quantization: Mapping[str, Any] | None) -> Weights:
-        file, is_preset = self._file(), _ALIASES.get(self.model, self.model) in PRESETS
-        where = "preset" if is_preset else file.name if file else "config.json"
-        named = "requested" if self._own_fields().get("dtype") else where
-        kind, source = configurations.dtype_of(config, dtype, named, where, self._dtype_of_weights, is_preset)
+        file = self._file()
+        where = "preset" if self._preset else file.name if file else "config.json"
+        chosen, source = self._dtype(config, dtype, where)
         saved = getattr(config, "quantization_config", None)
         if saved:
             saved = adapters.saved_quantization(saved if isinstance(saved, dict) else saved.to_dict(), self.model)
         by = where if saved else "quantization_config" if quantization else ""
-        return Weights(str(kind).removeprefix("torch."), source, saved or (dict(quantization or {}) or None), by)
+        name = str(configurations.torch_dtype(chosen, source)).removeprefix("torch.")
+        return Weights(name, source, saved or (dict(quantization or {}) or None), by)
+
+    def _dtype(self, config, requested: Any, where: str) -> tuple[Any, str]:
+        """Return (a type or its name, who chose it), see `weights`; `where`: the name of the configuration."""
+        if requested not in (None, "auto"):
+            return requested, "requested"
+        if (named := config.dtype) is not None:
+            by = "requested" if self._own_fields().get("dtype") else where
+            return named.get("", "float32") if isinstance(named, dict) else named, by
+        if (saved := self._dtype_of_weights()) is not None:
+            return saved, f"the type of the saved weights, {where} names none"
+        return "float32", where if self._preset else f"{where} names none"  # a preset was published in float32
 
     def _dtype_of_weights(self):
         """Return the torch.dtype of the first saved weight; None if this machine has no saved weights."""
