@@ -278,17 +278,8 @@ def advise(
     predict = functools.partial(estimate, device_memory=on.allocator_bytes, **options)
     line = functools.partial(depth.line, **options)
     with progress.bar("advising", bar_format="{desc}: look {n}, {elapsed}{postfix}") as bar, within(timeout):
-        search = RecipeSearch(
-            _with_enough_data(task, effective_batch),
-            predict,
-            on.room_bytes,
-            on.context_bytes,
-            choices,
-            ranking,
-            Once(bar),
-            line,
-            on_gpu=on.kind == "cuda",
-        )
+        enough = _with_enough_data(task, effective_batch)
+        search = RecipeSearch(enough, on, choices, ranking, Once(bar), predict, line)
         if largest is None:
             fitting = search.find(most)
             smallest = None if fitting else search.smallest()
@@ -298,8 +289,6 @@ def advise(
             fitting, smallest = ([leanest], None) if does_fit else ([], leanest)
         changes = helpful_changes(search, smallest) if smallest else ()
         beside = _notes(search, fitting[0], evidence, on.capability) if fitting else ()
-    free = bytes_text(on.margin_bytes, binary=on.kind == "cuda")
-    free = f"{margin:.0%} of the memory, {free}, is kept free for what an estimate cannot predict."
     newer = dict.fromkeys(each.untested_torch for each in search.made if each.untested_torch)
     untested = [f"{untested_text(version)}." for version in newer]
     measured = [ranking.speed(candidate) for candidate in fitting if not ranking.unknown(candidate)]
@@ -313,10 +302,10 @@ def advise(
         compute_capability=on.capability,
         context_bytes=on.context_bytes,
         margin_bytes=on.margin_bytes,
-        recipes=tuple(_recipe(each, search, on.memory_bytes, max(measured, default=None)) for each in fitting),
-        smallest=smallest and _recipe(smallest, search, on.memory_bytes, None),
+        recipes=tuple(_recipe(each, search, max(measured, default=None)) for each in fitting),
+        smallest=smallest and _recipe(smallest, search, None),
         changes=changes,
-        notes=(*on.notes, *notes, on.kept, free, *search.notes, *untested, *beside),
+        notes=(*on.notes, *notes, *on.kept, *search.notes, *untested, *beside),
         assumptions=tuple(dict.fromkeys(itertools.chain(*(each.assumptions for each in search.made)))),
         estimates=len(search.made),
     )
@@ -401,14 +390,11 @@ def _with_enough_data(task: Task, effective_batch: int) -> Task:
     return task.replace(dataset_size=max(task.dataset_size, 2 * effective_batch))
 
 
-def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float | None) -> Recipe:
-    """Describe a candidate as a recipe.
+def _recipe(candidate: Candidate, search: RecipeSearch, best: float | None) -> Recipe:
+    """Describe a candidate that `search` found as a recipe.
 
-    Args:
-        search: the search that found the candidate.
-        memory: bytes of the device, for the headroom.
-        best: the highest known speed (`Ranking.speed`) of the recipes that fit; the recipe's own speed is given as a
-            fraction of it. None: no speed is known.
+    `best`: the highest known speed (`Ranking.speed`) of the recipes that fit, of which the recipe's own speed is given
+    as a fraction; None: no speed is known.
     """
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size
@@ -422,14 +408,14 @@ def _recipe(candidate: Candidate, search: RecipeSearch, memory: int, best: float
     if faster := [other for other in search.too_large if ranking.key(other) < ranking.key(candidate)]:
         following = max(faster, key=ranking.key)
         its_needs = search.too_large[following]
-        why_not_next = f"{choices.name(following)} needs {bytes_text(its_needs, search.on_gpu)}, "
-        why_not_next += f"{bytes_text(its_needs - search.limit, search.on_gpu)} too much"
+        size_text, over = search.target.size_text, its_needs - search.target.room_bytes
+        why_not_next = f"{choices.name(following)} needs {size_text(its_needs)}, {size_text(over)} too much"
     return Recipe(
         name=choices.name(candidate),
         arguments=choices.arguments(candidate),
         peak_bytes=search.estimates[candidate].peak_bytes,
         needed_bytes=needed,
-        headroom_bytes=memory - needed,
+        headroom_bytes=search.target.memory_bytes - needed,
         speed=ranking.speed(candidate) / best if best and not ranking.unknown(candidate) else None,
         speed_source=sources or ("the plain recipe: the one that others are compared with",),
         costs=tuple(costs),

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from trainmem.advise.search import Candidate, RecipeSearch
 from trainmem.estimate.depth import STATES
-from trainmem.texts import bytes_text
 
 _STEP = 8  # tokens: lengths are tried in multiples of it
 
@@ -32,7 +31,7 @@ def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, 
     breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
     on_top = needed - estimated.peak_bytes
     changes = [_shorter(search, smallest), _sharded(search, smallest.micro_batch, breakdowns, on_top)]
-    changes.append(_offloaded(search.limit, breakdowns, on_top, search.on_gpu))
+    changes.append(_offloaded(search, breakdowns, on_top))
     return tuple(sorted(filter(None, changes), key=lambda change: not change.fits))
 
 
@@ -65,7 +64,7 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
         "Sharding: only weights, gradients and optimizer states are divided by the number of devices; the layer "
         "that is gathered at a time is not counted."
     )
-    limit, samples = search.limit, search.choices.samples
+    limit, samples = search.target.room_bytes, search.choices.samples
     shared = [sum(parts.get(name, 0) for name in STATES) for parts in breakdowns]
     both = [(part, sum(parts.values()) - part + on_top) for part, parts in zip(shared, breakdowns, strict=True)]
     undivided = max(rest for _, rest in both)
@@ -81,19 +80,15 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
     return Change("sharding", text, devices is not None, needed, assumption)
 
 
-def _offloaded(limit: int, breakdowns: list[dict[str, int]], on_top: int, on_gpu: bool) -> Change | None:
+def _offloaded(search: RecipeSearch, breakdowns: list[dict[str, int]], on_top: int) -> Change | None:
     """Return the change that keeps the optimizer states on the host; None if the recipe has no states.
 
-    Args:
-        limit: bytes that are available to the recipe.
-        breakdowns: {category: live bytes} of the recipe, at the peak and at the end of each phase of a step.
-        on_top: bytes that the recipe needs in addition to live bytes, e.g. for the CUDA context.
-        on_gpu: name sizes in GiB, as for GPUs, instead of GB.
+    `breakdowns` and `on_top`: as for `_sharded`.
     """
     states = max(parts["optimizer_states"] for parts in breakdowns)
     if not states:
         return None
     needed = max(sum(parts.values()) - parts["optimizer_states"] for parts in breakdowns) + on_top
     assumption = "Offload: only the optimizer states and their update move to the host."
-    text = f"optimizer states off the device: {bytes_text(states, binary=on_gpu)} on the host"
-    return Change("offload", text, needed <= limit, needed, assumption)
+    text = f"optimizer states off the device: {search.target.size_text(states)} on the host"
+    return Change("offload", text, needed <= search.target.room_bytes, needed, assumption)

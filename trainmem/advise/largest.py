@@ -9,7 +9,6 @@ from trainmem.advise.search import Candidate, RecipeSearch, ahead, largest_that_
 from trainmem.core.families import positions
 from trainmem.core.task import PRESETS, Task
 from trainmem.estimate.depth import layers_of, parameters
-from trainmem.texts import bytes_text
 
 _STEP = 64  # tokens; lengths are tried in multiples of it
 _MOST_TOKENS = 1 << 20
@@ -44,7 +43,7 @@ def _model(search: RecipeSearch) -> Found:
         (size, *sizes), needed = counted.result(), search.about_needed(candidate)
     sizes, rungs = zip(*sorted(zip(sizes, alike, strict=True), key=lambda row: (row[0], row[1].model)), strict=True)
     # Start at the size that would fit if every model needed as much per parameter as the task does.
-    first = sum(needed / size * each <= search.limit for each in sizes)
+    first = sum(needed / size * each <= search.target.room_bytes for each in sizes)
     search.trace_ahead((search.at(rung), candidate) for rung in rungs[max(first - 1, 0) : first + 1])
     found, reached = search.furthest(candidate, range(1, len(rungs) + 1), lambda number: rungs[number - 1], first)
     note = f"Tried: {', '.join(rung.model for rung in rungs)}."
@@ -62,8 +61,9 @@ def _of_the_next(search: RecipeSearch, candidate: Candidate) -> str:
     if not (layers := layers_of(task)):
         return f" {task.model} does not fit."
     line, (_, needed) = search.line_of(candidate), search.about(candidate)
-    fewer = largest_that_fits(range(1, layers), lambda n: line.at(n)[1] + search.context <= search.limit, layers // 2)
-    note = f" {task.model} needs about {bytes_text(needed, search.on_gpu)}"
+    room = search.target.room_bytes - search.target.context_bytes
+    fewer = largest_that_fits(range(1, layers), lambda n: line.at(n)[1] <= room, layers // 2)
+    note = f" {task.model} needs about {search.target.size_text(needed)}"
     if not fewer:
         return f"{note}."
     (size,) = parameters([task.with_text(num_hidden_layers=fewer)])

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from trainmem import recipes as known
 from trainmem.advise.measured_speedups import ACCUMULATION_STEPS, MICRO_BATCH, Evidence, Factor, respelt
+from trainmem.advise.target import Target
 from trainmem.core import hardware, optional_packages
 from trainmem.core.arguments import Arguments
 from trainmem.core.task import Task
@@ -84,14 +85,64 @@ class Choices:
     ):
         self.samples, self._base = samples, base or {}
         self.fixed = respelt(Arguments.of(must))  # training arguments that every recipe has
-        avoided = _named("avoid", avoid, [known.ACCUMULATION, *(each.words for each in known.techniques())])
+        self._avoided = _named("avoid", avoid, [known.ACCUMULATION, *(each.words for each in known.techniques())])
         offered = _named("may", may, [{each.name} for each in known.ON_DEMAND])
         if not offered.isdisjoint({each.name for each in known.ADAPTERS}) and (why := optional_packages.offer("peft")):
             raise ValueError(f"may={list(may)}: LoRA {why}")
-        combined = itertools.product(*_answers(self.fixed, avoided, native, offered))
-        self.micro_batches = _micro_batches(samples, self.fixed, avoided)  # samples, ascending
+        left_out = {each for each in known.ON_DEMAND if each.name not in offered} | (_PRECISIONS - native)
+        if hardware.versions()["bitsandbytes"] is None:
+            left_out |= {known.ADAM_8BIT, known.QLORA}
+        combined = [*itertools.product(*(self._options(*each, left_out) for each in QUESTIONS.items()))]
+        self.micro_batches = self._sizes()  # samples, ascending
         # Every combination of techniques, with the largest micro-batch.
         self.candidates = [Candidate(tuple(filter(None, each)), self.micro_batches[-1]) for each in combined]
+
+    def _options(
+        self, names: tuple[str, ...], options: tuple[Technique | None, ...], left_out: set[Technique]
+    ) -> list[Technique | None]:
+        """Return the allowed options of one choice that a recipe makes, e.g. of the optimizer.
+
+        None is the library's default, or a value in `must` that is no technique's.
+
+        Args:
+            names: the training arguments that the choice sets; if `must` has one of them, it decides.
+            options: the choice's options, as in `QUESTIONS`.
+            left_out: techniques that only `must` allows.
+
+        Raises:
+            ValueError: `must` and `avoid` contradict each other, or `avoid` leaves nothing to choose.
+        """
+        if set(names) & self.fixed.keys():
+            same = [o for o in options if o and o.arguments.items() <= self.fixed.items()]
+            if clash := [option.name for option in same if option.words & self._avoided]:
+                raise ValueError(f"{clash[0]!r} is both in must and in avoid: keep one")
+            return same[:1] or [None]
+        allowed = [each for each in options if each not in left_out and not (each and each.words & self._avoided)]
+        if not allowed:
+            raise ValueError(f"avoid leaves no choice for {', '.join(names)}: avoid less, or set one with must")
+        return allowed
+
+    def _sizes(self) -> list[int]:
+        """Return the micro-batches, in samples, that recipes may have: the allowed divisors of `samples`, ascending.
+
+        `samples` divided by a micro-batch is the number of accumulation steps. `must` may set either of the two.
+
+        Raises:
+            ValueError: sizes in `must` do not divide `samples`, or contradict `avoid`.
+        """
+        batch, steps = self.fixed.get(MICRO_BATCH), self.fixed.get(ACCUMULATION_STEPS)
+        if self._avoided & set(known.ACCUMULATION):
+            steps = steps or 1
+            if steps > 1:
+                raise ValueError(f"gradient_accumulation_steps={steps} is in must and accumulation in avoid: keep one")
+        divisors = [size for size in range(1, self.samples + 1) if self.samples % size == 0]
+        sizes = [each for each in divisors if batch in (None, each) and steps in (None, self.samples // each)]
+        if not sizes:
+            given = " x ".join(str(value) for value in (batch, steps) if value)
+            raise ValueError(
+                f"{given} in must does not divide {self.samples} samples per process: change one of the two"
+            )
+        return sizes
 
     def arguments(self, candidate: Candidate) -> dict[str, Any]:
         """Return the training arguments of a recipe as {name: value}."""
@@ -122,87 +173,15 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
 
 
 def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
-    """Return the names in `given` as the techniques spell them, e.g. "LoRA" for "lora".
+    """Return the names in `given` as the techniques spell them (`spelt`), e.g. "LoRA" for "lora".
 
-    Args:
-        argument: "avoid" or "may", the argument in which the user gave the names; for the error message.
-        given: the names that the user typed.
-        spelt: for each technique, its allowed names.
-
-    Raises:
-        ValueError: an unknown name.
+    Raises ValueError for an unknown name; its message names the argument, "avoid" or "may".
     """
     words = {word.lower(): word for word in sorted(itertools.chain(*spelt), reverse=True)}  # prefer capitals
     for name in map(str, given):
         if name.lower() not in words:
             raise ValueError(f"{argument}={name!r} is not a technique. {nearest_text(name, words.values())}")
     return {words[str(name).lower()] for name in given}
-
-
-def _answers(
-    fixed: Mapping[str, Any], avoided: set[str], native: set[Technique], offered: set[str]
-) -> list[list[Technique | None]]:
-    """Return, for each choice that a recipe makes (e.g. the optimizer), the list of allowed options.
-
-    An option is a technique or None. None is the library's default, or a value in `must` that is no technique's.
-    Techniques in `ON_DEMAND` are allowed only by `must` or `may`.
-
-    Args:
-        fixed: training arguments that every recipe has (`must`).
-        avoided: names of techniques that no recipe may have (`avoid`).
-        offered: names of techniques in `ON_DEMAND` that recipes may have (`may`).
-        native: the lower precisions for which the device has instructions.
-
-    Raises:
-        ValueError: `must` and `avoid` contradict each other, or `avoid` leaves nothing to choose.
-    """
-    left_out = {each for each in known.ON_DEMAND if each.name not in offered} | (_PRECISIONS - native)
-    if hardware.versions()["bitsandbytes"] is None:
-        left_out |= {known.ADAM_8BIT, known.QLORA}
-    answers = []
-    for names, options in QUESTIONS.items():
-        if set(names) & fixed.keys():  # decided by the user; None: not by one of our techniques
-            same = [o for o in options if o and all(fixed.get(name) == value for name, value in o.arguments.items())]
-            if clash := [o.name for o in same if o.words & avoided]:
-                raise ValueError(f"{clash[0]!r} is both in must and in avoid: keep one")
-            answers.append(same[:1] or [None])
-            continue
-        open_to = [option for option in options if option not in left_out and not (option and option.words & avoided)]
-        if not open_to:
-            raise ValueError(f"avoid leaves no choice for {', '.join(names)}: avoid less, or set one with must")
-        answers.append(open_to)
-    return answers
-
-
-def _micro_batches(samples: int, fixed: Mapping[str, Any], avoided: set[str]) -> list[int]:
-    """Return the micro-batches, in samples, that recipes may have: the allowed divisors of `samples`, ascending.
-
-    `samples` divided by a micro-batch is the number of accumulation steps.
-
-    Args:
-        samples: samples per optimizer update and process.
-        fixed: the user's argument `must`, training arguments of every recipe. If it sets the micro-batch or the number
-            of accumulation steps, only one micro-batch is allowed.
-        avoided: the user's argument `avoid`, names of techniques. If it names gradient accumulation, only the
-            micro-batch `samples` is allowed.
-
-    Raises:
-        ValueError: sizes in `must` do not divide `samples`, or contradict `avoid`.
-    """
-    batch, steps = fixed.get(MICRO_BATCH), fixed.get(ACCUMULATION_STEPS)
-    if avoided & set(known.ACCUMULATION):
-        steps = steps or 1
-        if steps > 1:
-            raise ValueError(f"gradient_accumulation_steps={steps} is in must and accumulation in avoid: keep one")
-    sizes = [
-        size
-        for size in range(1, samples + 1)
-        if samples % size == 0 and batch in (None, size) and steps in (None, samples // size)
-    ]
-    if not sizes:
-        given = " x ".join(str(value) for value in (batch, steps) if value)
-        raise ValueError(f"{given} in must does not divide {samples} samples per process: change one of the two")
-    return sizes
 
 
 class Ranking:
@@ -272,14 +251,12 @@ class RecipeSearch:
     """
 
     task: Task
-    predict: Callable[..., MemoryEstimate]  # (task, training arguments) -> estimate for the target device
-    limit: int  # available bytes
-    context: int  # bytes of these for the CUDA context; 0 on a CPU
+    target: Target  # the device that recipes must fit
     choices: Choices
     ranking: Ranking
     ask: "Once"  # makes all estimates
+    predict: Callable[..., MemoryEstimate]  # (task, training arguments) -> estimate for the target device
     line: Callable[..., Line]  # (task, training arguments) -> memory by number of layers
-    on_gpu: bool = False  # whether the memory is a card's, whose sizes are in GiB
     of_the_leanest: bool = False  # whether only the recipe that needs least is searched
     made: list[MemoryEstimate] = field(default_factory=list)  # every estimate so far, in order
     estimates: dict[Candidate, MemoryEstimate] = field(default_factory=dict)
@@ -313,7 +290,7 @@ class RecipeSearch:
                 self.notes.append(f"The time limit was reached: {len(ranked) - index} recipes were not tried.")
                 break
             if self.at_once > 1 and self.ask.answers:  # the first one finds what all others need
-                may_fit = [each for each in ranked[index:] if self._known_states(each) <= self.limit]
+                may_fit = [each for each in ranked[index:] if self._known_states(each) <= self.target.room_bytes]
                 for each in may_fit[: most - len(fitting)]:
                     if each not in submitted:
                         ahead(pool, self._for_thread()._largest, each, fitting, found)
@@ -354,8 +331,8 @@ class RecipeSearch:
             states = (sum(parts.get(name, 0) for name in STATES) for parts in ends)
             self._states[_of_states(candidate)] = max(states, default=0)
         memory = self.estimates[candidate].memory
-        needed = max(memory.reserved_bytes or 0, memory.peak_bytes) + self.context
-        if needed > self.limit:
+        needed = max(memory.reserved_bytes or 0, memory.peak_bytes) + self.target.context_bytes
+        if needed > self.target.room_bytes:
             self.too_large[candidate] = needed
         return needed
 
@@ -394,7 +371,7 @@ class RecipeSearch:
         if (line := self.line_of(candidate)) is None:
             return None
         alive, reserved = line.at(layers_of(self.task))
-        return alive + self.context, reserved + self.context
+        return alive + self.target.context_bytes, reserved + self.target.context_bytes
 
     def about_needed(self, candidate: Candidate) -> int:
         """Return the bytes that a recipe needs; for a deep model (over 24 layers) extrapolated from shallow models."""
@@ -409,26 +386,26 @@ class RecipeSearch:
         if it leaves no doubt; an estimate.
         """
         if candidate in self.estimates:
-            return self.needed(candidate) <= self.limit
-        if (states := self._known_states(candidate)) > self.limit:
+            return self.needed(candidate) <= self.target.room_bytes
+        if (states := self._known_states(candidate)) > self.target.room_bytes:
             self.too_large[candidate] = round(states)
             return False
         if line := self.line_of(candidate):
             self._states.setdefault(_of_states(candidate), _SURE * line.states_at(layers_of(self.task)))
             alive, reserved = self.about(candidate)
-            if _SURE * alive > self.limit:
+            if _SURE * alive > self.target.room_bytes:
                 self.too_large[candidate] = alive
                 return False
-            if reserved <= self.limit:
+            if reserved <= self.target.room_bytes:
                 return True
-        return self.needed(candidate) <= self.limit
+        return self.needed(candidate) <= self.target.room_bytes
 
     def _known_states(self, candidate: Candidate) -> float:
         """Return the least bytes of a recipe: those of its weights, gradients, optimizer states and the CUDA context.
 
         Return -inf if the bytes are not known, because no recipe with the same states was estimated yet.
         """
-        return self._states.get(_of_states(candidate), -math.inf) + self.context
+        return self._states.get(_of_states(candidate), -math.inf) + self.target.context_bytes
 
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
         """Return the estimate of a task's memory with these training arguments, and add it to `made`."""
@@ -454,7 +431,7 @@ class RecipeSearch:
             task = at(likely).task
             length = f" with {task.seq_len:,} tokens" if task.seq_len else ""
             self.ask.bar.set_postfix_str(f"so far {task.model}{length}")
-        found = confirmed(sizes, likely, lambda size: at(size).needed(candidate) <= self.limit)
+        found = confirmed(sizes, likely, lambda size: at(size).needed(candidate) <= self.target.room_bytes)
         return found, at(found or sizes[0])
 
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
@@ -482,10 +459,10 @@ class RecipeSearch:
         if likely < sizes[-1] and whole not in self.estimates and whole.micro_batch == self.choices.samples:
             # All samples at once may fit even if fewer do not: no gradients are kept during another micro-batch.
             fewer = self.estimates.get(of(next(size for size in sizes if size > likely)))
-            least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.context if fewer else 0
-            if least <= self.limit and self.fits(whole):
+            least = fewer.peak_bytes - fewer.memory.breakdown["gradients"] + self.target.context_bytes if fewer else 0
+            if least <= self.target.room_bytes and self.fits(whole):
                 likely = whole.micro_batch
-        return confirmed(sizes, likely, lambda size: self.needed(of(size)) <= self.limit)
+        return confirmed(sizes, likely, lambda size: self.needed(of(size)) <= self.target.room_bytes)
 
 
 def ahead(pool: ThreadPoolExecutor, ask: Callable, *arguments) -> Future:

@@ -19,7 +19,11 @@ class Target:
     context_bytes: int  # kept for the CUDA context
     margin_bytes: int  # kept free for what an estimate cannot predict
     notes: tuple[str, ...]  # assumptions about the device, one sentence each
-    kept: str  # for the advice's notes: what the bytes under "needs" include, and what takes additional memory
+    kept: tuple[str, str]  # for the advice's notes: what the bytes under "needs" include; what is kept free
+
+    def size_text(self, size: int) -> str:
+        """Return a number of bytes as text: in GiB for a GPU, as its memory is given, otherwise in GB."""
+        return bytes_text(size, binary=self.kind == "cuda")
 
     @property
     def room_bytes(self) -> int:
@@ -68,11 +72,14 @@ def find(
         sold = "" if device else why
         notes = (f"Assumed a GPU{sold}, of compute capability 9.0 like an H100. card= names another.",)
     capability = tuple(named or here or DEFAULT_CAPABILITY) if kind == "cuda" else None
-    context, kept = _kept(context_memory, kind, processes)
-    return Target(kind, capability, memory_bytes, context, round(memory_bytes * margin), notes, kept)
+    context, needs = _kept_for_context(context_memory, kind, processes)
+    free = round(memory_bytes * margin)
+    size = bytes_text(free, binary=kind == "cuda")
+    kept = f"{margin:.0%} of the memory, {size}, is kept free for what an estimate cannot predict."
+    return Target(kind, capability, memory_bytes, context, free, notes, (needs, kept))
 
 
-def _kept(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
+def _kept_for_context(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
     """Return (bytes kept for the CUDA context, a text for the advice's notes).
 
     The text says what the bytes in the advice's column "needs" include, and what takes additional memory.
