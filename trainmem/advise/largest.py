@@ -40,7 +40,7 @@ def _model(search: RecipeSearch) -> Found:
     with ThreadPoolExecutor(1) as pool:
         counted = ahead(pool, parameters, [search.task, *alike])
         candidate = _leanest(search)
-        (size, *sizes), needed = counted.result(), search.about_needed(candidate)
+        (size, *sizes), needed = counted.result(), search.about(candidate)[1]
     sizes, rungs = zip(*sorted(zip(sizes, alike, strict=True), key=lambda row: (row[0], row[1].model)), strict=True)
     # Start at the size that would fit if every model needed as much per parameter as the task does.
     first = sum(needed / size * each <= search.target.room_bytes for each in sizes)
@@ -113,4 +113,4 @@ def _leanest(search: RecipeSearch) -> Candidate:
         left = [each for each in left if known.ADAMW in each.techniques] or left
     left = [each._replace(micro_batch=search.choices.micro_batches[0]) for each in left]
     search.trace_ahead((search, each) for each in left)
-    return min(left, key=search.about_needed) if len(left) > 1 else left[0]
+    return min(left, key=lambda each: search.about(each)[1]) if len(left) > 1 else left[0]

@@ -18,6 +18,7 @@ from trainmem.unknown import is_measured
 MICRO_BATCH, ACCUMULATION_STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 _TOGETHER_SECONDS = 3600  # at most this long between two runs whose speeds are compared
 _PAIRS = {"cpu": 3, "cuda": 1}  # least pairs for a ratio: on a shared CPU one pair gave 0.35 to 3.64 for equal code
+_UNMEASURED = (None, "not measured")  # (ratio, source) of a `Factor`
 _SILENT = {"max_steps", "num_train_epochs", "seed", "learning_rate", "lr_scheduler_type", "warmup_steps"}
 
 
@@ -89,7 +90,7 @@ class Evidence:
             return values == technique.arguments if values in ({}, technique.arguments) else None
 
         measured = self._of_pairs(technique.name, self._pairs(technique.arguments, has_it))
-        return measured or self._published(technique.name, technique.claims.get(self._kind))
+        return measured or Factor(technique.name, *self._of_claims.get(technique.claims.get(self._kind), _UNMEASURED))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
         """Return the factor: speed with a micro-batch of `size` samples / speed with any larger micro-batch.
@@ -109,8 +110,8 @@ class Evidence:
         if factor := self._of_pairs(name, self._pairs((MICRO_BATCH, ACCUMULATION_STEPS), has_it)):
             return factor
         if size == 1 and largest >= 4:
-            return self._published(name, "accumulation-cost")
-        return Factor("a smaller micro-batch, with accumulation", None, "not measured")
+            return Factor(name, *self._of_claims.get("accumulation-cost", _UNMEASURED))
+        return Factor("a smaller micro-batch, with accumulation", *_UNMEASURED)
 
     def of_compiling(self) -> tuple[Factor, float] | None:
         """Return (torch.compile's speed factor, largest ratio of the peak with torch.compile to the peak without).
@@ -169,15 +170,6 @@ class Evidence:
                 if _apart(run, partner) < _TOGETHER_SECONDS:
                     pairs.setdefault(model, []).append((run, partner))
         return pairs.get(self._task.model) or list(itertools.chain(*pairs.values()))
-
-    def _published(self, name: str, claim: str | None) -> Factor:
-        """Return the published speed factor of a technique; its ratio is None if nothing was published.
-
-        Args:
-            name: the factor's name, for tables.
-            claim: id of the claim about the technique's speed; None: there is no such claim.
-        """
-        return Factor(name, *self._of_claims.get(claim, (None, "not measured")))
 
 
 def respelt(arguments: Arguments) -> dict[str, Any]:

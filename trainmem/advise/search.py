@@ -363,20 +363,16 @@ class RecipeSearch:
             for search, candidate in pairs:
                 ahead(pool, search.line_of, candidate)
 
-    def about(self, candidate: Candidate) -> tuple[int, int] | None:
+    def about(self, candidate: Candidate) -> tuple[int, int]:
         """Return (peak of live bytes, upper estimate of reserved bytes) of a recipe, both with the CUDA context.
 
-        Both are extrapolated from two shallow models. Return None if the model is not deep (more than 24 layers).
+        For a deep model (more than 24 layers) both are extrapolated from two shallow models. Any other model is
+        estimated, and both are the bytes that the recipe needs.
         """
         if (line := self.line_of(candidate)) is None:
-            return None
+            return (self.needed(candidate),) * 2
         alive, reserved = line.at(layers_of(self.task))
         return alive + self.target.context_bytes, reserved + self.target.context_bytes
-
-    def about_needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a recipe needs; for a deep model (over 24 layers) extrapolated from shallow models."""
-        about = self.about(candidate)
-        return about[1] if about else self.needed(candidate)
 
     def fits(self, candidate: Candidate) -> bool:
         """Return whether a recipe fits, with as little work as decides it.
@@ -392,13 +388,11 @@ class RecipeSearch:
             return False
         if line := self.line_of(candidate):
             self._states.setdefault(_of_states(candidate), _SURE * line.states_at(layers_of(self.task)))
-            alive, reserved = self.about(candidate)
-            if _SURE * alive > self.target.room_bytes:
-                self.too_large[candidate] = alive
-                return False
-            if reserved <= self.target.room_bytes:
-                return True
-        return self.needed(candidate) <= self.target.room_bytes
+        alive, reserved = self.about(candidate)
+        if _SURE * alive > self.target.room_bytes:
+            self.too_large[candidate] = alive
+            return False
+        return reserved <= self.target.room_bytes or self.needed(candidate) <= self.target.room_bytes
 
     def _known_states(self, candidate: Candidate) -> float:
         """Return the least bytes of a recipe: those of its weights, gradients, optimizer states and the CUDA context.
@@ -425,13 +419,21 @@ class RecipeSearch:
             task_of: function that returns the task of a size.
             first: the size from which the search starts.
         """
-        at = functools.cache(lambda size: self.at(task_of(size)))
-        likely = largest_that_fits(sizes, lambda size: at(size).fits(candidate), first)
+        at, room = functools.cache(lambda size: self.at(task_of(size))), self.target.room_bytes
+        above = largest_that_fits(sizes, lambda size: _SURE * at(size).about(candidate)[0] <= room, first)
+        open_to = [size for size in sizes if size <= above]
+        likely = largest_that_fits(open_to, lambda size: at(size).about(candidate)[1] <= room, above)
         if likely:
             task = at(likely).task
             length = f" with {task.seq_len:,} tokens" if task.seq_len else ""
             self.ask.bar.set_postfix_str(f"so far {task.model}{length}")
-        found = confirmed(sizes, likely, lambda size: at(size).needed(candidate) <= self.target.room_bytes)
+
+        def fits(size: int) -> bool:
+            return at(size).needed(candidate) <= room
+
+        found = largest_that_fits([size for size in open_to if size >= likely], fits, likely)
+        if not found:
+            found = confirmed(open_to, likely, fits)
         return found, at(found or sizes[0])
 
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
