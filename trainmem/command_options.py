@@ -85,9 +85,14 @@ def invocation(context: typer.Context) -> Invocation:
     return context.obj or Invocation()
 
 
-def task_fields(context: typer.Context) -> dict[str, Any]:
-    """Return {name: value} of the command's options image_size, audio_seconds and objective, as fields of a `Task`."""
-    return {name: context.params[name] for name in ("image_size", "audio_seconds", "objective")}
+def task_of(context: typer.Context, model: str = "bert-tiny") -> Task:
+    """Return the task that a command's options describe; an option that the command lacks has the task's default.
+
+    `model`: the model if the command names none.
+    """
+    names = ("model", "seq_len", "dataset_size", "architecture", "image_size", "audio_seconds", "objective")
+    given = {name: context.params[name] for name in names if context.params.get(name) is not None}
+    return Task(**{"model": model} | given)
 
 
 def training_arguments(context: typer.Context, words: list[str]) -> dict[str, Any]:

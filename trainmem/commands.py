@@ -1,6 +1,7 @@
 """The commands about one training: measure it, estimate it, explain it, rehearse it, or find arguments that fit.
 
-`cli` registers these functions as commands. The commands share options and the way of printing results.
+`cli` registers these functions as commands. They share options, of which `task_of` reads those that describe the task,
+and the way of printing results.
 """
 
 import contextlib
@@ -11,33 +12,7 @@ from typing import Annotated
 
 import typer
 
-from trainmem.command_options import (
-    Architecture,
-    Assume,
-    AudioSeconds,
-    Capability,
-    Card,
-    DatasetSize,
-    Device,
-    ImageSize,
-    Inference,
-    Json,
-    Model,
-    Objective,
-    Processes,
-    SeqLen,
-    Snapshot,
-    answer,
-    capability,
-    exit_code,
-    function_of,
-    invocation,
-    memory_json,
-    run_json,
-    size_lines,
-    task_fields,
-    training_arguments,
-)
+from trainmem import command_options as common
 from trainmem.core import arguments, hardware
 from trainmem.core.task import Task
 from trainmem.measure.runner import Runner
@@ -47,20 +22,20 @@ from trainmem.texts import bytes_text, phase_text, whole_number
 
 def measure(
     context: typer.Context,
-    model: Model,
-    seq_len: SeqLen = None,
-    architecture: Architecture = None,
-    image_size: ImageSize = None,
-    audio_seconds: AudioSeconds = None,
-    objective: Objective = "",
-    dataset_size: DatasetSize = 512,
+    model: common.Model,
+    seq_len: common.SeqLen = None,
+    architecture: common.Architecture = None,
+    image_size: common.ImageSize = None,
+    audio_seconds: common.AudioSeconds = None,
+    objective: common.Objective = "",
+    dataset_size: common.DatasetSize = 512,
     steps: Annotated[
         int | None, typer.Option(help="Optimizer steps to time, e.g. 10 (default: 3 on a CPU, 20 or 30 on a GPU).")
     ] = None,
-    processes: Processes = 1,
+    processes: common.Processes = 1,
     memory_only: Annotated[bool, typer.Option("--memory-only", help="Measure memory only; skip the timing.")] = False,
-    inference: Inference = False,
-    json_output: Json = False,
+    inference: common.Inference = False,
+    json_output: common.Json = False,
 ) -> int:
     """Train a model for a few steps in a fresh subprocess and print its memory and speed.
 
@@ -68,8 +43,8 @@ def measure(
     Examples: --bf16, --per_device_train_batch_size 4, --gradient_checkpointing True, --optim adafactor.
     Exit code 0: the training ran to its end. 1: the training failed. 2: an argument is wrong.
     """
-    given = training_arguments(context, context.args)
-    task = Task(model, seq_len, dataset_size, architecture, **task_fields(context))
+    given = common.training_arguments(context, context.args)
+    task = common.task_of(context)
     runner = Runner(timeout=3600)
     if inference:
         run = runner.infer(model, task=task, **given)
@@ -77,24 +52,25 @@ def measure(
         meters = ("memory",) if memory_only else ("memory", "time")
         run = runner.train(model, task=task, measure=meters, steps=steps, processes=processes, **given)
     caption = "; ".join(filter(None, [f"{task}, {runner.machine.name}", run.weights]))
-    answer(run_json(run) if json_output else [repr(table([run], caption)), *size_lines(run.memory)])
-    return exit_code(run)
+    lines = [repr(table([run], caption)), *common.size_lines(run.memory)]
+    common.answer(common.run_json(run) if json_output else lines)
+    return common.exit_code(run)
 
 
 def estimate(
     context: typer.Context,
-    model: Model,
-    seq_len: SeqLen = None,
-    architecture: Architecture = None,
-    image_size: ImageSize = None,
-    audio_seconds: AudioSeconds = None,
-    objective: Objective = "",
-    dataset_size: DatasetSize = 512,
-    processes: Processes = 1,
-    device: Device = None,
-    card: Card = None,
-    compute_capability: Capability = None,
-    inference: Inference = False,
+    model: common.Model,
+    seq_len: common.SeqLen = None,
+    architecture: common.Architecture = None,
+    image_size: common.ImageSize = None,
+    audio_seconds: common.AudioSeconds = None,
+    objective: common.Objective = "",
+    dataset_size: common.DatasetSize = 512,
+    processes: common.Processes = 1,
+    device: common.Device = None,
+    card: common.Card = None,
+    compute_capability: common.Capability = None,
+    inference: common.Inference = False,
     allocator_settings: Annotated[
         str,
         typer.Option(
@@ -105,7 +81,7 @@ def estimate(
         str | None,
         typer.Option("--torch", help="torch release whose CUDA allocator is modelled, e.g. 2.12 (default: installed)."),
     ] = None,
-    snapshot: Snapshot = None,
+    snapshot: common.Snapshot = None,
     lengths: Annotated[
         Path | None,
         typer.Option(
@@ -120,7 +96,7 @@ def estimate(
             help="Padding of each batch in tokens, e.g. 8; with --lengths.",
         ),
     ] = 1,
-    json_output: Json = False,
+    json_output: common.Json = False,
 ) -> None:
     """Predict the peak memory of a training without running it; no GPU is needed.
 
@@ -130,8 +106,8 @@ def estimate(
     from trainmem.estimate import answers
 
     stored = context.with_resource(answers.stored())
-    given = training_arguments(context, context.args)
-    target_device = {"card": card, "device": device, "compute_capability": capability(compute_capability)}
+    given = common.training_arguments(context, context.args)
+    target_device = {"card": card, "device": device, "compute_capability": common.capability(compute_capability)}
     if lengths is not None:
         conflicts = {
             "--inference": inference,
@@ -147,11 +123,11 @@ def estimate(
         task, pads = Task(model, architecture=architecture), {"pad_to_multiple_of": multiple}
         worst = module.worst_batch(task, module.read(lengths), **pads, **target_device, **given)
         result = {"status": "ok", **worst.to_dict(), "versions": hardware.versions()}
-        return answer(result if json_output else [repr(worst), *(f"- {text}" for text in worst.assumptions)])
+        return common.answer(result if json_output else [repr(worst), *(f"- {text}" for text in worst.assumptions)])
     if multiple != 1:
         raise ValueError(f"--pad-to-multiple-of={multiple} has no effect without --lengths: add --lengths FILE")
     estimated = estimate_package.estimate(
-        Task(model, seq_len, dataset_size, architecture, **task_fields(context)),
+        common.task_of(context),
         processes=processes,
         training=not inference,
         allocator_settings=allocator_settings,
@@ -164,31 +140,31 @@ def estimate(
     if json_output:
         about = {name: value for name, value in estimated.to_dict().items() if name not in ("name", "memory")}
         about |= fits[0].to_dict() if fits else {}
-        answer({"status": "ok"} | about | memory_json(memory) | {"versions": hardware.versions()})
+        common.answer({"status": "ok"} | about | common.memory_json(memory) | {"versions": hardware.versions()})
         return
     on_gpu = estimated.device == "cuda"
     peak = f"peak {bytes_text(memory.peak_bytes, on_gpu)}, {phase_text(memory.peak_phase)}"
     lines = [f"{model} on {card or estimated.device}: {peak}; {estimated.weights}"]
     how = stored.note or f"estimated in {estimated.seconds:.1f} s"
-    lines += [*size_lines(memory, on_gpu), *map(repr, fits), how]
+    lines += [*common.size_lines(memory, on_gpu), *map(repr, fits), how]
     lines += ["assumptions:"] if estimated.assumptions else []
-    answer([*lines, *(f"- {text}" for text in estimated.assumptions)])
+    common.answer([*lines, *(f"- {text}" for text in estimated.assumptions)])
 
 
 def explain(
     context: typer.Context,
-    model: Model,
-    seq_len: SeqLen = None,
-    architecture: Architecture = None,
-    image_size: ImageSize = None,
-    audio_seconds: AudioSeconds = None,
-    objective: Objective = "",
-    dataset_size: DatasetSize = 512,
-    processes: Processes = 1,
-    device: Device = None,
-    card: Card = None,
-    compute_capability: Capability = None,
-    json_output: Json = False,
+    model: common.Model,
+    seq_len: common.SeqLen = None,
+    architecture: common.Architecture = None,
+    image_size: common.ImageSize = None,
+    audio_seconds: common.AudioSeconds = None,
+    objective: common.Objective = "",
+    dataset_size: common.DatasetSize = 512,
+    processes: common.Processes = 1,
+    device: common.Device = None,
+    card: common.Card = None,
+    compute_capability: common.Capability = None,
+    json_output: common.Json = False,
 ) -> None:
     """Explain why one recipe takes more memory than another, argument by argument and tensor by tensor.
 
@@ -203,22 +179,24 @@ def explain(
     if words.count("--then") != 1 or words[-1] == "--then":
         raise ValueError("--then must be given once, followed by training arguments of recipe B, e.g. --then --bf16")
     own = {name for parameter in context.command.params for name in parameter.opts} - {"--json"}
-    typed = invocation(context).words  # `words` lacks the command's own options
+    typed = common.invocation(context).words  # `words` lacks the command's own options
     if late := own & {word.partition("=")[0] for word in itertools.dropwhile("--then".__ne__, typed)}:
         raise ValueError(f"{min(late)} applies to both recipes: give it before --then")
     place = words.index("--then")
-    first, both = (training_arguments(context, each) for each in (words[:place], words[:place] + words[place + 1 :]))
+    first, both = (
+        common.training_arguments(context, each) for each in (words[:place], words[:place] + words[place + 1 :])
+    )
     found = explanation.explain(
-        Task(model, seq_len, dataset_size, architecture, **task_fields(context)),
+        common.task_of(context),
         first,
         both,
         card=card,
         device=device,
-        compute_capability=capability(compute_capability),
+        compute_capability=common.capability(compute_capability),
         processes=processes,
     )
     lines = [repr(found), *([stored.note] if stored.note else [])]
-    answer({"status": "ok", **found.to_dict(), "versions": hardware.versions()} if json_output else lines)
+    common.answer({"status": "ok", **found.to_dict(), "versions": hardware.versions()} if json_output else lines)
 
 
 def rehearse(
@@ -229,22 +207,22 @@ def rehearse(
     function: Annotated[
         str | None, typer.Option(help="Function of yours to run instead, called with the task, e.g. train.py:main.")
     ] = None,
-    card: Card = None,
-    compute_capability: Capability = None,
+    card: common.Card = None,
+    compute_capability: common.Capability = None,
     device_memory: Annotated[
         str | None, typer.Option(help="Memory of the GPU, e.g. 16GB or 16GiB (default: the card's).")
     ] = None,
-    seq_len: SeqLen = None,
-    architecture: Architecture = None,
-    image_size: ImageSize = None,
-    audio_seconds: AudioSeconds = None,
-    objective: Objective = "",
-    dataset_size: DatasetSize = 512,
-    processes: Processes = 1,
-    inference: Inference = False,
-    snapshot: Snapshot = None,
-    assume: Assume = False,
-    json_output: Json = False,
+    seq_len: common.SeqLen = None,
+    architecture: common.Architecture = None,
+    image_size: common.ImageSize = None,
+    audio_seconds: common.AudioSeconds = None,
+    objective: common.Objective = "",
+    dataset_size: common.DatasetSize = 512,
+    processes: common.Processes = 1,
+    inference: common.Inference = False,
+    snapshot: common.Snapshot = None,
+    assume: common.Assume = False,
+    json_output: common.Json = False,
 ) -> int:
     """Run a training dry on a GPU you do not have, and print the memory that torch's own CUDA allocator takes.
 
@@ -262,19 +240,19 @@ def rehearse(
     from trainmem import rehearsal
 
     whole_number("processes", processes, most=16)
-    on = rehearsal.card(card, capability(compute_capability), device_memory, processes)
-    if (words := rehearsal.own_command(invocation(context).words)) is not None:
+    on = rehearsal.card(card, common.capability(compute_capability), device_memory, processes)
+    if (words := rehearsal.own_command(common.invocation(context).words)) is not None:
         with _rehearsing():
             program = rehearsal.run(words, on, assumes=assume, output=2 if json_output else None)
-        answer(program.to_dict()) if json_output else typer.echo(repr(program), err=True)
+        common.answer(program.to_dict()) if json_output else typer.echo(repr(program), err=True)
         return program.exit_code
     if function is None and model is None and context.args and not context.args[0].startswith("-"):
         raise ValueError(f"a command of yours needs -- before it: -- {' '.join(context.args)}")
-    given = training_arguments(context, context.args)
+    given = common.training_arguments(context, context.args)
     if function is None and model is None:
         raise ValueError("nothing to rehearse: give --model, --function, or a command after --")
-    task = Task(model or "bert-tiny", seq_len, dataset_size, architecture, **task_fields(context))
-    what = task if function is None else function_of(function)
+    task = common.task_of(context)
+    what = task if function is None else common.function_of(function)
     with _rehearsing():
         settings = {"processes": processes, "inference": inference, "snapshot": snapshot}
         run = rehearsal.rehearse(what, on=on, task=task, **settings, **given)
@@ -283,25 +261,25 @@ def rehearse(
     lines = [f"{function or model} rehearsed on {on.name}: {run.status}{weights}"]
     if memory := run.memory:
         peak = f"  peak {bytes_text(memory.peak_bytes, binary=True)} allocated, {phase_text(memory.peak_phase)}"
-        lines += [peak, *size_lines(memory, binary=True)]
-    figures = {"rehearsed": True, "card": on.name, "assumptions": [assumed], **run_json(run)}
-    answer(figures if json_output else [*lines, f"- {assumed}"])
-    return exit_code(run)
+        lines += [peak, *common.size_lines(memory, binary=True)]
+    figures = {"rehearsed": True, "card": on.name, "assumptions": [assumed], **common.run_json(run)}
+    common.answer(figures if json_output else [*lines, f"- {assumed}"])
+    return common.exit_code(run)
 
 
 def advise(
     context: typer.Context,
-    model: Model,
+    model: common.Model,
     effective_batch: Annotated[int, typer.Option(help="Samples per optimizer update, over all ranks, e.g. 64.")],
     memory: Annotated[
         str | None, typer.Option(help="Memory of one device, e.g. 16GB or 16GiB (default: the card's).")
     ] = None,
-    card: Card = None,
-    seq_len: SeqLen = None,
-    architecture: Architecture = None,
-    image_size: ImageSize = None,
-    audio_seconds: AudioSeconds = None,
-    objective: Objective = "",
+    card: common.Card = None,
+    seq_len: common.SeqLen = None,
+    architecture: common.Architecture = None,
+    image_size: common.ImageSize = None,
+    audio_seconds: common.AudioSeconds = None,
+    objective: common.Objective = "",
     must: Annotated[
         list[str] | None, typer.Option(help="Training argument to keep, e.g. optim=adafactor; may be repeated.")
     ] = None,
@@ -319,9 +297,9 @@ def advise(
             help="Quantity to maximize: model (the largest similar preset that fits) or sequence (the longest)."
         ),
     ] = None,
-    processes: Processes = 1,
-    device: Device = None,
-    compute_capability: Capability = None,
+    processes: common.Processes = 1,
+    device: common.Device = None,
+    compute_capability: common.Capability = None,
     context_memory: Annotated[
         str | None, typer.Option("--context", help="Memory kept for the CUDA context, e.g. 450MiB (default: 530MiB).")
     ] = None,
@@ -329,7 +307,7 @@ def advise(
         bool,
         typer.Option("--verify", help="Check the first recipe by training with it, or without the GPU, rehearsing it."),
     ] = False,
-    json_output: Json = False,
+    json_output: common.Json = False,
 ) -> None:
     """List the training arguments that fit a memory, the fastest first.
 
@@ -341,7 +319,7 @@ def advise(
 
     stored = context.with_resource(answers.stored())
     advice = advise_package.advise(
-        Task(model, seq_len, architecture=architecture, **task_fields(context)),
+        common.task_of(context),
         effective_batch=effective_batch,
         memory=memory,
         card=card,
@@ -350,15 +328,15 @@ def advise(
         may=may or [],
         largest=largest,
         device=device,
-        compute_capability=capability(compute_capability),
+        compute_capability=common.capability(compute_capability),
         context_memory=context_memory,
         processes=processes,
-        published=invocation(context).published,
+        published=common.invocation(context).published,
     )
     with _rehearsing():
         verified = advise_package.verify(advice) if verify and advice.recipes else None
     lines = [repr(advice), *([f"Verified: {verified!r}"] if verified else []), *([stored.note] if stored.note else [])]
-    answer(advice.to_dict() | {"verification": verified and verified.to_dict()} if json_output else lines)
+    common.answer(advice.to_dict() | {"verification": verified and verified.to_dict()} if json_output else lines)
 
 
 @contextlib.contextmanager
