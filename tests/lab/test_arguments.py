@@ -89,6 +89,7 @@ def test_an_argument_is_found_and_changed_by_any_of_its_names(typed):
     changed = reported.replace(**{other: False})
     assert changed.get(typed) is False and len(changed.given) == 2 and reported.get(typed) is True
     assert list(reported.replace(bf16=False).given) == ["bf16", typed], "a value is changed where it stands"
+    assert list(reported.without(other).given) == ["bf16"]
 
 
 def test_a_deepspeed_file_that_is_not_there_is_refused():

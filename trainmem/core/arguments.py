@@ -216,14 +216,14 @@ class Arguments:
 
     def replace(self, **changes: Any) -> "Arguments":
         """Return a copy with the values in `changes`, {name: value}, changed or added; they are not checked again."""
-        names = _current_names()
-        changed = {names.get(name, name) for name in changes}
-        kept = {n: value for n, value in self.given.items() if n in changes or names.get(n, n) not in changed}
-        return Arguments(kept | changes)
+        kept = self.without(*(changes.keys() - self.given.keys()))  # drops those that are given by another name
+        return Arguments({**kept.given, **changes})
 
     def without(self, *names: str) -> "Arguments":
-        """Return a copy without the arguments in `names`; a name must be spelled as the user spelled the argument."""
-        return Arguments({name: value for name, value in self.given.items() if name not in names})
+        """Return a copy without the arguments in `names`, by any of their names."""
+        now = _current_names()
+        dropped = {now.get(name, name) for name in names}
+        return Arguments({name: value for name, value in self.given.items() if now.get(name, name) not in dropped})
 
     def build(self, output_dir: str):
         """Build the library's own `TrainingArguments`, without this engine's own arguments (`OF_EXPERIMENTS`).
