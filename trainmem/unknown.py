@@ -66,7 +66,27 @@ class _WithoutValue:
     __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _refuse
 
 
-class Unknown(_WithoutValue, float):
+class _InFormulas:
+    """Let a number without a value stand in formulas and texts: arithmetic returns it again, it prints as `word`."""
+
+    __slots__ = ()
+    word: str
+
+    def __repr__(self) -> str:
+        return self.word
+
+    def __format__(self, spec: str) -> str:
+        return self.word
+
+    def _again(self, *_):
+        return self
+
+    __str__, __hash__ = __repr__, object.__hash__
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _again
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _again
+
+
+class Unknown(_InFormulas, _WithoutValue, float):
     """Stand for a number whose value is unknown, e.g. a time in a rehearsal.
 
     Arithmetic with it gives an unknown number again; comparisons, `if` and `int(value)` raise `error`.
@@ -77,6 +97,7 @@ class Unknown(_WithoutValue, float):
     """
 
     __slots__ = ("error", "why")
+    word = "unknown"
 
     def __new__(cls, why: str = "not measured", error: type[RuntimeError] = NeedsValues):
         self = super().__new__(cls, "nan")
@@ -86,12 +107,6 @@ class Unknown(_WithoutValue, float):
     def __reduce__(self):
         return type(self), (self.why, self.error)
 
-    def __repr__(self) -> str:
-        return "unknown"
-
-    __str__ = __repr__
-    __hash__ = object.__hash__
-
     def __ne__(self, other) -> bool:
         """Return True if `other` is this same object, as NaN does; for any other object raise an exception (`error`).
 
@@ -99,18 +114,11 @@ class Unknown(_WithoutValue, float):
         """
         return other is self or self._refuse()
 
-    def _unknown_again(self, *_) -> "Unknown":
-        return self
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unknown_again
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _unknown_again
-    __neg__ = __pos__ = __abs__ = _unknown_again
-
     def __round__(self, digits: int | None = None) -> "Unknown":
         return self._refuse() if digits is None else self
 
 
-class Assumed(float):
+class Assumed(_InFormulas, float):
     """Stand for a number whose value a rehearsal does not know: libraries and files get 1, a print shows "assumed".
 
     Arithmetic gives an assumed number again. A comparison with a finite number or NaN is false. In a comparison with
@@ -122,6 +130,7 @@ class Assumed(float):
     """
 
     __slots__ = ("answers",)
+    word = "assumed"
 
     def __new__(cls, answers: collections.Counter | None = None):
         self = super().__new__(cls, 1)
@@ -130,12 +139,6 @@ class Assumed(float):
 
     def __reduce__(self):
         return type(self), ()
-
-    def __repr__(self) -> str:
-        return "assumed"
-
-    def __format__(self, spec: str) -> str:
-        return str(self)
 
     def _compared(name: str) -> Callable:
         """Make the comparison method `name`, e.g. "__lt__", of an assumed number.
@@ -154,19 +157,13 @@ class Assumed(float):
 
         return compare
 
-    def _assumed_again(self, *_) -> "Assumed":
-        return self
-
     def __round__(self, digits: int | None = None) -> "Assumed | int":
         return 1 if digits is None else self
 
-    __str__, __hash__ = __repr__, object.__hash__
+    __hash__ = object.__hash__
     __lt__, __le__, __gt__, __ge__, __eq__, __ne__ = map(
         _compared, ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
     )
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _assumed_again
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _assumed_again
-    __neg__ = __pos__ = __abs__ = _assumed_again
 
 
 class Missing(_WithoutValue):
