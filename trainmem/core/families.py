@@ -46,6 +46,7 @@ OF_UNEQUAL_LENGTHS = {  # families whose examples may differ in length
     "question answering",
 }
 CHOICES, OBJECTS = 4, 7  # choices per question; objects per image, as on average in COCO
+SECONDS = 10.0  # of audio per example, by default
 _SAMPLING_RATE = 16_000  # of audio, per second
 _FRAMES = 100  # of a spectrogram, per second
 _SIDE = {"vision": 224, "semantic segmentation": 512, "object detection": 640, "mask segmentation": 512}
@@ -245,19 +246,13 @@ def frames(config, seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Generate the examples of a task, from its configuration, family (e.g. "causal"), number of examples and their
-    lengths in tokens.
-    """
+    """Generate the examples of a task, from its configuration and its family, e.g. "causal"."""
 
+    task: Any  # a `task.Task`: gives the seed, whether the data are learnable, `lengths`, `image_size` and the like
     config: Any
     family: str
     size: int  # number of examples
     length: int  # tokens per example
-    seed: int
-    learnable: bool = False
-    lengths: tuple[int, ...] = ()
-    image_size: int | None = None
-    audio_seconds: float = 10
 
     def arrays(self) -> dict[str, Any]:
         """Return {column: examples}: a numpy array, or a list of examples if a batch keeps the column as a list
@@ -268,22 +263,22 @@ class Data:
         """
         import numpy as np
 
-        draw = np.random.default_rng(self.seed)
-        classes = getattr(self.config, "num_labels", None) or 2
+        draw = np.random.default_rng(self.task.seed)
+        classes, learnable = getattr(self.config, "num_labels", None) or 2, self.task.data == "learnable"
         if self.family in WITHOUT_TOKENS:
-            return self._images(draw) | self._labels_of_images(draw, classes)
-        ids = self._ids(draw)
+            return self._images(draw, self._sides()) | self._labels_of_images(draw, classes)
+        ids = self._ids(draw, learnable)
         match self.family:
             case "sequence classification":
                 labels = self._classes(draw, classes)
-                if self.learnable:
+                if learnable:
                     first = self._first()
                     marked = (draw.random(ids.shape) < 0.1) & (labels.reshape(self.size, -1)[:, -1:] == 1)
                     ids[ids == first] = first + 1
                     ids[marked] = first
                 return {"input_ids": self._ended(ids), "labels": labels}
             case "causal" | "masked" | "sequence to sequence":
-                if self.learnable:
+                if learnable:
                     ids[:, self.length - self.length // 2 :] = ids[:, : self.length // 2]
                 return {"input_ids": ids, "labels": ids.copy()}
             case "token classification":
@@ -323,10 +318,10 @@ class Data:
     def _first(self) -> int:
         return min(100, self._vocabulary() // 4)  # above the special tokens
 
-    def _ids(self, draw):
+    def _ids(self, draw, learnable: bool):
         """Return random token ids (examples, length) without tokens that mark images; `draw`: the random generator."""
         first = self._first()
-        last = first + 32 if self.learnable else self._vocabulary()
+        last = first + 32 if learnable else self._vocabulary()
         ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))
         if self.family == "image-text":
             fields = self.config.to_dict().items()
@@ -345,15 +340,20 @@ class Data:
         if not isinstance(end, int) or not getattr(self.config, "is_encoder_decoder", False):
             return ids
         ids[ids == end] = end - 1 if end else 1
-        ends = [length - 1 for length in self.lengths] if len(self.lengths) == len(ids) else [-1] * len(ids)
+        lengths = self.task.lengths
+        ends = [length - 1 for length in lengths] if len(lengths) == len(ids) else [-1] * len(ids)
         ids[range(len(ids)), ends] = end
         return ids
 
-    def _images(self, draw, *more: int) -> dict[str, Any]:
+    def _sides(self) -> tuple[int, int]:
+        return sides(self.config, self.family, self.task.image_size)
+
+    def _images(self, draw, size: tuple[int, int], *tiles: int) -> dict[str, Any]:
+        """Return {"pixel_values": (examples, *tiles, channels, *size)}; `size`: height and width in pixels."""
         import numpy as np
 
         channels = getattr(getattr(self.config, "vision_config", None) or self.config, "num_channels", 3)
-        shape = (self.size, *more, channels, *sides(self.config, self.family, self.image_size))
+        shape = (self.size, *tiles, channels, *size)
         return {"pixel_values": draw.standard_normal(shape, dtype=np.float32)}
 
     def _labels_of_images(self, draw, classes: int) -> dict[str, Any]:
@@ -361,7 +361,7 @@ class Data:
 
         if self.family == "vision":
             return {"labels": self._classes(draw, classes)}
-        height, width = sides(self.config, self.family, self.image_size)
+        height, width = self._sides()
         if self.family == "semantic segmentation":
             return {"labels": draw.integers(0, classes, (self.size, height, width))}
         kinds = [draw.integers(0, classes, OBJECTS) for _ in range(self.size)]
@@ -384,8 +384,8 @@ class Data:
         import numpy as np
 
         config, kind, token = self.config, self.config.model_type, self.config.image_token_id
-        rows, tiles = _grid(config, self.image_size)
-        count = image_tokens(config, self.image_size)
+        rows, tiles = _grid(config, self.task.image_size)
+        count = image_tokens(config, self.task.image_size)
         if count + 2 > self.length:
             raise ValueError(
                 f"seq_len={self.length} is too short: an image takes {count} tokens of {kind}. Give "
@@ -404,8 +404,7 @@ class Data:
             found |= {"pixel_values": pixels, "image_grid_thw": np.array([[1, rows, rows]] * self.size)}
             return found | {"mm_token_type_ids": is_image.astype(np.int64)}
         # A tile has the size of the tower's own images.
-        plain = Data(config, self.family, self.size, self.length, self.seed)
-        found |= plain._images(draw, *[tiles] * (kind in _IN_TILES))
+        found |= self._images(draw, sides(config, self.family, None), *[tiles] * (kind in _IN_TILES))
         if kind in _IN_TILES:
             pixels = found["pixel_values"].shape
             found["pixel_attention_mask"] = np.ones((*pixels[:2], *pixels[3:]), dtype=np.int64)
@@ -416,9 +415,10 @@ class Data:
     def _audio(self, draw) -> dict[str, Any]:
         import numpy as np
 
-        name, shape = "input_values", (int(self.audio_seconds * _SAMPLING_RATE),)
+        seconds = self.task.audio_seconds or SECONDS
+        name, shape = "input_values", (int(seconds * _SAMPLING_RATE),)
         if self.family == "speech":
-            name, shape = _SPEECH[self.config.model_type](self.config, self.audio_seconds)
+            name, shape = _SPEECH[self.config.model_type](self.config, seconds)
         return {name: draw.standard_normal((self.size, *shape), dtype=np.float32)}
 
 

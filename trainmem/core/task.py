@@ -22,7 +22,6 @@ PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encod
 _ALIASES = {short: name for name, preset in PRESETS.items() for short in preset.get("also", ())}
 
 _OF_LENGTHS = ("lengths", "pad_to_multiple_of", "packed")
-_SECONDS = 10.0  # of audio, by default
 _NO_DATA = "cannot generate data for {name}: name a class with architecture=, for one of {families}"
 _OPTIONAL = ("image_size", "audio_seconds", "objective")  # not in older records
 
@@ -403,7 +402,7 @@ class Task(Record):
         if config.model_type in families.OF_SPECIAL_LENGTH:
             family = self.family()
         if family == "ctc":
-            limit = families.frames(config, self.audio_seconds or _SECONDS)
+            limit = families.frames(config, self.audio_seconds or families.SECONDS)
         if self.seq_len is None:
             usual = 512
             if family == "ctc":
@@ -432,17 +431,8 @@ class Task(Record):
         config, family = self.build_config(), self.family()
         if self.lengths and family not in families.OF_UNEQUAL_LENGTHS:
             raise ValueError(f"lengths are for sequences of text, not for {family}: give seq_len")
-        return families.Data(
-            config,
-            family,
-            self.dataset_size if size is None else size,
-            self.length(config) if family not in families.WITHOUT_TOKENS else 0,
-            self.seed,
-            self.data == "learnable",
-            self.lengths,
-            self.image_size,
-            self.audio_seconds or _SECONDS,
-        ).arrays()
+        length = self.length(config) if family not in families.WITHOUT_TOKENS else 0
+        return families.Data(self, config, family, self.dataset_size if size is None else size, length).arrays()
 
     def dataset(self):
         """Return a `datasets.Dataset` of `dataset_size` examples, stored by Arrow and read as torch tensors."""
