@@ -156,7 +156,7 @@ def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = Fa
     quantizer.validate_environment(device_map=None)
     whole = {name: parameter.data for name, parameter in model.named_parameters(remove_duplicate=False)}
     quantizer.preprocess_model(model, device_map=None)
-    convert, count = quantizer.get_quantize_ops().convert, len(whole)
+    convert, quantized_layers = quantizer.get_quantize_ops().convert, set()
     for name in [*whole]:
         layer, _, last = name.rpartition(".")
         owner = model.get_submodule(layer)
@@ -167,9 +167,10 @@ def quantized(model, settings: Mapping[str, Any], device: Any, trains: bool = Fa
             else:
                 convert({name: [weight.to(device)]}, model=model, full_layer_name=name, missing_keys=set())
             del weight
-        elif getattr(owner, last).is_meta:  # the bias of a layer that was replaced
+            quantized_layers.add(layer)
+        elif layer in quantized_layers and method != "torchao":  # a bias; torchao leaves the layer's own in place
             setattr(owner, last, torch.nn.Parameter(whole.pop(name).to(device), requires_grad=False))
-    if len(whole) == count:
+    if not quantized_layers and method != "bitsandbytes":
         raise ValueError(
             f"quant_method={method!r} quantizes no layer of this model, because transformers passes only "
             "torch.nn.Linear to it (GPT-2's are Conv1D): give load_in_8bit or load_in_4bit"
