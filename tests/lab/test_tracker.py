@@ -160,7 +160,7 @@ def test_a_storage_gets_its_category_from_the_phase_and_then_from_what_it_is_for
             output.sum().backward()
             optimizer.step()
             (states,) = optimizer.state.values()
-            tensors = [*parameters.values(), layer.weight.grad, *states.values(), inputs, output]
+            tensors = [*parameters, layer.weight.grad, *states.values(), inputs, output]
             last = [str(tracker.block(each).category) for each in tensors]
         return {size: str(category) for size, category in first.items()}, last
 

@@ -54,7 +54,7 @@ from trainmem.estimate.routing import Routing
 from trainmem.estimate.sparse import filled
 from trainmem.estimate.trace_records import Label, Log, Operation, Trace, flat, highest
 from trainmem.measure import forked
-from trainmem.measure.tracker import RESIZE, Tracker, counted, local, watched
+from trainmem.measure.tracker import RESIZE, Tracker, local, watched
 from trainmem.measure.watcher import Block
 from trainmem.records import CATEGORIES, TENSOR_CATEGORIES, Category, Phase, is_end
 
@@ -123,7 +123,7 @@ def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
                     train(experiment, folder, steps, keep_losses=False)
             else:
                 infer(experiment)
-        numbers = counted(parameters.values())
+        numbers = parameters.counted()
     return _traced(tracker, *numbers)
 
 

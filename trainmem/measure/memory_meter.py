@@ -24,7 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainmem.core import hardware
-from trainmem.measure.tracker import Tracker, counted, name_of, watched
+from trainmem.measure.tracker import Parameters, Tracker, name_of, watched
 from trainmem.measure.watcher import MARK, Recorded, Watcher
 from trainmem.records import APART, BEGIN, CATEGORIES, Memory, explain, is_end, stretches
 
@@ -103,7 +103,7 @@ class MemoryMeter:
         totals = {mark[0]: total for mark, total in zip(tracker.marks, account.at_marks, strict=True)}
         totals = {label: total for label, total in totals.items() if is_end(label)}
         totals |= {phase: size for phase, (size, _) in account.apart.items()}
-        parameters, trainable = counted(self._parameters.values())
+        parameters, trainable = self._parameters.counted()
         memory = Memory(
             peak_bytes=account.peak_bytes,
             kind="allocated" if self._cuda else "counted",
@@ -132,18 +132,17 @@ class MemoryMeter:
 
 
 @contextlib.contextmanager
-def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[dict[int, torch.Tensor]]:
+def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[Parameters]:
     """Let a watcher observe only the ends of optimizer steps in this context, because the code of a step is compiled.
 
-    Yield {id: parameter} of the model's parameters, a dictionary that is filled when the first optimizer step ends.
+    Yield the model's parameters, which are found when the first optimizer step ends.
 
     `compiling_steps`: number of first steps that are not measured; the measurement starts when the last of them ends.
     """
-    parameters: dict[int, torch.Tensor] = {}
+    parameters = Parameters()
 
     def stepped(optimizer, *_):
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        parameters.update((id(weight), weight) for weight in weights)
+        parameters.add(weight for group in optimizer.param_groups for weight in group["params"])
         watcher.mark("start" if len(watcher.marks) < compiling_steps else "step")
 
     with register_optimizer_step_post_hook(stepped):

@@ -246,13 +246,36 @@ class Tracker(Watcher, TorchDispatchMode):
         return -(-storage.nbytes() // self.granularity) * self.granularity
 
 
-def counted(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Return (number of elements of all weights, number of elements of trainable weights); a byte of 4-bit weights
-    counts as two elements.
+class Parameters:
+    """Hold the parameters of a training's models, without keeping them alive: a loop may train one model after another.
+
+    Each entry is a parameter whose module ran forward, or that an optimizer has. A byte of 4-bit weights counts as two
+    elements.
     """
-    own = [each for each in parameters if isinstance(each, torch.nn.Parameter)]
-    sizes = [math.prod(getattr(getattr(each, "quant_state", None), "shape", each.shape)) for each in own]
-    return sum(sizes), sum(size for size, each in zip(sizes, own, strict=True) if each.requires_grad)
+
+    def __init__(self):
+        self._alive: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
+        self._most = 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([*self._alive.values()])
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        for each in parameters:
+            self._alive[id(each)] = each
+        self.counted()
+
+    def counted(self) -> tuple[int, int]:
+        """Return (number of elements of all weights, number of elements of trainable weights).
+
+        If models were freed, these are the most elements that existed at a forward pass or an optimizer's step.
+        """
+        own = [each for each in self if isinstance(each, torch.nn.Parameter)]
+        sizes = [math.prod(getattr(getattr(each, "quant_state", None), "shape", each.shape)) for each in own]
+        found = sum(sizes), sum(size for size, each in zip(sizes, own, strict=True) if each.requires_grad)
+        if found[0] >= self._most[0]:
+            self._most = found
+        return self._most
 
 
 @functools.cache
@@ -285,8 +308,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def watched(tracker: Watcher) -> Iterator[dict[int, torch.Tensor]]:
-    """Let a watcher observe the training inside this context; yield the model's parameters, {id: parameter}.
+def watched(tracker: Watcher) -> Iterator[Parameters]:
+    """Let a watcher observe the training inside this context; yield the model's parameters.
 
     `tracker`: the watcher; if it is a `Tracker`, it is also entered as a dispatch mode, to see each operation.
 
@@ -322,6 +345,7 @@ def _replacements(hooks: "TrainingHooks") -> Iterator[tuple[Any, str, Callable]]
         yield trainer.Trainer, name, functools.partial(hooks.run_apart, phase)
     if not isinstance(hooks.tracker, TorchDispatchMode):
         return  # the others only change what a tracker logs
+    yield torch.autograd, "grad", functools.partial(hooks.run_in, Phase.BACKWARD)
     yield torch.UntypedStorage, "resize_", hooks.resize
     yield torch.UntypedStorage, "clone", hooks.clone
     if trainer:
@@ -372,7 +396,7 @@ class TrainingHooks:
 
     def __init__(self, tracker: Watcher):
         self.tracker = tracker
-        self.parameters: dict[int, torch.Tensor] = {}  # by id
+        self.parameters = Parameters()
         self._is_started = False  # whether a forward or a phase outside of the steps has begun
         self._forwards = 0  # depth of nested modules that run forward
         self._backwards = 0  # depth of nested backward passes: checkpointing starts one inside another
@@ -510,14 +534,13 @@ class TrainingHooks:
     def _tag_weights(self, weights: Iterable[torch.Tensor]) -> None:
         weights = [*weights]
         any_trainable = any(weight.requires_grad for weight in weights)
+        self.parameters.add(each for each in weights if isinstance(each, torch.nn.Parameter) or each.requires_grad)
         for weight in weights:
-            if isinstance(weight, torch.nn.Parameter) or weight.requires_grad:  # a buffer may be replaced and freed
-                self.parameters[id(weight)] = weight
             is_frozen = any_trainable and isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
             category = Category.FROZEN_WEIGHTS if is_frozen else Category.WEIGHTS
             self.tracker.tag(weight, category, keep=(Category.QUANTIZED_WEIGHTS,))
 
     def _tag_gradients(self) -> None:
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
+        for parameter in self.parameters:
+            if parameter.is_leaf and parameter.grad is not None:
                 self.tracker.tag(parameter.grad, Category.GRADIENTS)
