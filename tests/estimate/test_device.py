@@ -58,6 +58,25 @@ def test_buffers_that_are_parts_of_one_tensor_are_copied_each_by_itself(tracker)
         assert module.rows.tolist() == [0, 1, 2, 3, 4] and module.columns.tolist() == [5, 6, 7, 8, 9]
 
 
+def test_what_backward_makes_is_run_after_what_forward_made(tracker):
+    """A GPU's backward passes run in a thread that numbers autograd's nodes from 0; nodes of high numbers run first."""
+    order = []
+
+    def noted(tensor, name):
+        tensor.grad_fn.register_prehook(lambda _: order.append(name))
+        return tensor
+
+    with tracker.emulated():
+        weight = torch.ones(3, requires_grad=True)
+        assert all((weight * 2).requires_grad for _ in range(20))  # the numbers that forward has used
+        before = noted(weight.sin(), "before")
+        (gradient,) = torch.autograd.grad(before.sum(), weight, create_graph=True)
+        total = noted(gradient, "in backward").sum() + noted(weight.cos(), "after").sum() + before.sum()
+        order.clear()
+        total.backward()
+    assert order == ["after", "before", "in backward"]
+
+
 @pytest.mark.parametrize("place", [Placement.HOST, Placement.DEVICE])
 def test_the_layout_of_matrices_is_that_of_cusolver_on_the_device_and_of_lapack_on_the_host(tracker, place):
     """cuSOLVER stores the matrix `Vh` of an SVD by rows, LAPACK by columns. This matters for memory: from a matrix

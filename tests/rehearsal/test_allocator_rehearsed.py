@@ -411,9 +411,65 @@ def that_enlarges_and_compares(torch, device):
         (made.permute(0, 2, 3, 1) * hot).mean().backward()
 
 
+def that_penalizes_gradients(torch, device):
+    """Train a critic by WGAN-GP's loss, which penalizes its gradient: a backward pass through a backward pass."""
+    nn = torch.nn
+    layers = nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(32 * 256, 1)
+    critic = nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.Adam(critic.parameters())
+    for _ in range(3):
+        real, made = (torch.rand(64, 3, 32, 32).to(device) for _ in range(2))
+        share = torch.rand(64, 1, 1, 1, device=device)
+        mixed = (share * real + (1 - share) * made).requires_grad_(True)
+        scores = critic(mixed)
+        (gradient,) = torch.autograd.grad(scores, mixed, torch.ones_like(scores), create_graph=True)
+        penalty = ((gradient.flatten(1).norm(2, dim=1) - 1) ** 2).mean()
+        optimizer.zero_grad()
+        (critic(made).mean() - critic(real).mean() + 10 * penalty).backward()
+        optimizer.step()
+
+
+def that_takes_gradients(torch, device):
+    """Train by `torch.autograd.grad`, which sums gradients of branches in place."""
+    layers = torch.nn.Linear(64, 1280), torch.nn.Tanh(), torch.nn.Linear(1280, 640)
+    model, branch = torch.nn.Sequential(*layers).to(device), torch.nn.Linear(640, 640).to(device)
+    weights = [*model.parameters(), *branch.parameters()]
+    for _ in range(2):
+        made = model(torch.rand(4000, 64, device=device))
+        loss = (made + branch(made) + made.sin()).square().mean() + (made * 2).mean()
+        with torch.no_grad():
+            for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                weight.sub_(0.1 * gradient)
+
+
+def that_trains_one_model_after_another(torch, device):
+    """Train three models; each replaces the one before, as in a search or a cross-validation."""
+    for width in (1000, 2000, 1500):
+        layers = torch.nn.Linear(500, width), torch.nn.ReLU(), torch.nn.Linear(width, 10)
+        model = torch.nn.Sequential(*layers).to(device)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(2):
+            model(torch.rand(64, 500).to(device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def that_normalizes_in_16_bits(torch, device):
+    """Train on images in channels last, in bfloat16, with a norm that is trained and a frozen one."""
+    nn = torch.nn
+    layers = [nn.Conv2d(3, 512, 3, bias=False), nn.BatchNorm2d(512), nn.ReLU(), nn.Conv2d(512, 256, 1, bias=False)]
+    model = nn.Sequential(*layers, nn.BatchNorm2d(256).eval()).to(device, memory_format=torch.channels_last)
+    for _ in range(2):
+        images = torch.rand(4, 3, 34, 34).to(device, memory_format=torch.channels_last)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = model(images).float().square().mean()
+        loss.backward()
+
+
 EVERYDAY = (that_evaluates, that_changes_some_rows, that_casts, that_copies_to_the_host, that_aligns, that_saves)
 EVERYDAY += (that_sends_its_data_first, that_sends_data_again, that_keeps_activations_on_the_host)
-EVERYDAY += (that_averages_weights, that_multiplies_pairs, that_enlarges_and_compares)
+EVERYDAY += (that_averages_weights, that_multiplies_pairs, that_enlarges_and_compares, that_penalizes_gradients)
+EVERYDAY += (that_takes_gradients, that_trains_one_model_after_another, that_normalizes_in_16_bits)
 EVERYDAY = {each.__name__: each for each in EVERYDAY}
 
 

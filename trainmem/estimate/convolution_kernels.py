@@ -92,39 +92,68 @@ def _is_torchs_own_depthwise(
     return not (groups >= 512 or (groups >= 256 and width >= 28))
 
 
-def _batch_norm(gpu: Gpu, made, tensor, weight, bias, mean, variance, trains, *_, **__) -> list[Step]:
+def runs_cudnn(tensor, weight, bias, mean, variance, trains: bool) -> bool:
+    """Return whether cuDNN, not torch's own kernel, runs a batch norm, or its backward.
+
+    The arguments are those of `native_batch_norm` (native/Normalization.cpp: _select_batch_norm_backend).
+    """
+    if tensor.dim() < 3 or weight is None or bias is None or (mean is None and not trains):
+        return False
+    fits = tensor.dtype is not torch.float16 or weight.dtype is torch.float32
+    return (
+        fits and torch.bfloat16 not in (tensor.dtype, weight.dtype) and tensor.shape[0] <= (880801, 65535)[not trains]
+    )
+
+
+def _batch_norm(gpu: Gpu, made, tensor, *rest, **__) -> list[Step]:
     """Return the memory requests of `native_batch_norm`, in order: the results (`made`), and bytes of buffers.
 
-    With two dimensions torch's own kernel runs. In training its buffers hold sums that blocks of threads share
-    (cuda/Normalization.cuh). With more dimensions cuDNN runs. If the input is neither contiguous nor channels last, a
-    buffer before the results then holds a copy of it.
+    In torch's own kernel, blocks of threads share the sums of many rows in training (cuda/Normalization.cuh). cuDNN's
+    input, if it is neither contiguous nor channels last, is copied before the results.
     """
-    if tensor.dim() > 2:
+    if runs_cudnn(tensor, *rest[:5]):
         return [*contiguous_copy(tensor, suggest_memory_format(tensor)), *made]
-    return [*made, *(_shared_sums(tensor, 4) if trains else [])]
+    return [*made, *(_shared_sums(tensor, 4) if rest[4] else [])]
 
 
-def _batch_norm_backward(gpu: Gpu, made, gradient, tensor, *_, **__) -> list[Step]:
-    """Return the memory requests of `native_batch_norm_backward`, in order: results (`made`), and bytes of buffers.
+def _batch_norm_backward(
+    gpu: Gpu, made, gradient, tensor, weight, mean, variance, _, inverse, trains, __, wanted, **___
+) -> list[Step]:
+    """Return the memory requests of `native_batch_norm_backward`, in order: results (`made`), and buffers.
 
-    With two dimensions, two buffers hold one sum per column each. Next come the gradients of weight and bias, buffers
-    in which blocks of threads share the sums, and the input's gradient (cuda/Normalization.cu:
-    batch_norm_backward_cuda). With more dimensions cuDNN runs: a copy of the output's gradient, unless it has the
-    input's memory format, comes before the results.
+    cuDNN, which runs in training only, computes all three gradients even if some are not wanted. For contiguous images
+    one of torch's own kernels does so, too. The others make two sums per channel, and the gradients of weight and bias,
+    before the input's gradient (cuda/Normalization.cu: batch_norm_backward_cuda).
     """
-    if tensor.dim() > 2:
-        return [*contiguous_copy(gradient, suggest_memory_format(tensor)), *made]
-    shared = _shared_sums(tensor, 2)
-    return [*[4 * tensor.shape[1]] * 2, *made[1:], *shared, *[Free(2)] * len(shared), *made[:1]]
+    # torch's fake kernel returns the input's gradient even if it is not wanted.
+    of_input, of_weights, channels = made[: wanted[0]], made[len(made) - sum(wanted[1:]) :], 4 * tensor.shape[1]
+    if trains and runs_cudnn(tensor, weight, weight, mean, variance, trains):
+        unwanted = [channels] * (2 - len(of_weights))
+        copies = contiguous_copy(gradient, suggest_memory_format(tensor))
+        return [*copies, *(of_input or [tensor.nbytes]), *of_weights, *unwanted]
+    has_channels_last = _has_channels_last(tensor)
+    if wanted[0] and not has_channels_last:
+        return made
+    sums = [channels] * (2 if has_channels_last and (trains or of_weights) else 0)
+    first = [*([] if inverse is not None and inverse.numel() else [channels]), *sums]  # the inverse deviations
+    shared = _shared_sums(tensor, 2) if sums and _has_channels_last(gradient) else []
+    return [*first, *of_weights, *shared, *[Free(len(first))] * len(shared), *of_input]
+
+
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 or (tensor.dim() > 3 and suggest_memory_format(tensor) is not torch.contiguous_format)
 
 
 def _shared_sums(tensor: torch.Tensor, numbers: int) -> list[Step]:
     """Return the bytes of two buffers, for the partial sums of a batch norm's blocks of threads, and for counters.
 
-    Return [] if there are too few rows to share. `tensor`: the input, (rows, columns). `numbers`: how many numbers
-    per column a block's partial sum has (cuda/Normalization.cuh: flexible_launch_configs).
+    Return [] if the layout is not channels last, or if there are too few rows to share. `tensor`: rows or images.
+    `numbers`: how many numbers per channel a block's partial sum has (cuda/Normalization.cuh: flexible_launch_configs).
     """
-    rows, columns = tensor.shape
+    if not _has_channels_last(tensor):
+        return []
+    columns = tensor.shape[1]
+    rows = tensor.numel() // max(columns, 1)
     wide = min(reduction_scratch.power_of_2(columns), 32)
     high = min(reduction_scratch.power_of_2(-(-rows // 16)), 512 // wide)
     wide = min(reduction_scratch.power_of_2(columns), 512 // high)

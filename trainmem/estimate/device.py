@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_iter
 from trainmem.core import adapters
 from trainmem.estimate import gpu_optimizers, kernels, quantized_kernels, trl_kernels, user_cuda
 from trainmem.estimate.allocator_settings import Release, release
+from trainmem.estimate.backward_order import BackwardOrder
+from trainmem.estimate.convolution_kernels import runs_cudnn
 from trainmem.estimate.device_arguments import DeviceArguments, Placement
 from trainmem.estimate.operation_cache import OperationCache
 from trainmem.estimate.replacements import fake_casts
@@ -100,8 +102,9 @@ class DeviceTracker(FakeTracker):
         stack.enter_context(patch.object(adapters, "adapted", calling(self._add_adapters, adapters.adapted)))
         mode = stack.enter_context(DeviceArguments(self))
         # torch takes the mode away while it calls a function, also for the hooks that this function calls.
+        run = mode.entered(BackwardOrder().numbered(torch.autograd.graph._engine_run_backward))
         for module in (torch.autograd, torch.autograd.graph):
-            stack.enter_context(patch.object(module, "_engine_run_backward", mode.entered(module._engine_run_backward)))
+            stack.enter_context(patch.object(module, "_engine_run_backward", run))
         hooks = torch.autograd.graph.saved_tensors_hooks
         packed = calling(lambda plain, hooks, *both: plain(hooks, *map(mode.entered, both)), hooks.__init__)
         stack.enter_context(patch.object(hooks, "__init__", packed))
@@ -317,8 +320,9 @@ class DeviceTracker(FakeTracker):
             alike = (torch.empty_permuted(each.shape, (0, 2, 1, 3), dtype=each.dtype) for each in args[2:4])
             return result[0], *alike, result[3]
         if function is aten.native_batch_norm_backward.default and result[0] is not None:
-            return torch.empty_like(result[0], memory_format=suggest_memory_format(args[1])), *result[1:]
-        if function is aten.native_batch_norm.default and args[0].dim() == 2 and not args[5]:  # CUDA keeps them, too
+            layout = suggest_memory_format(args[1]) if args[7] else torch.contiguous_format
+            return torch.empty_like(result[0], memory_format=layout), *result[1:]
+        if function is aten.native_batch_norm.default and not args[5] and not runs_cudnn(*args[:6]):  # CUDA keeps them
             return result[0], *(args[0].new_empty(args[0].shape[1], dtype=torch.float32) for _ in result[1:])
         # CUDA accumulates and keeps mean and deviation in fp32, but group norm keeps them in its input's type.
         if function in (aten.native_layer_norm.default, aten.native_batch_norm.default):

@@ -1,0 +1,57 @@
+"""Let the backward passes of an estimate for CUDA run autograd's nodes in the order in which a GPU runs them.
+
+Among nodes that are ready, autograd runs the one with the highest number first. A node gets the next number of the
+thread that makes it (ATen/SequenceNumber.h). On a CPU backward passes run in the thread that calls them. On a GPU they
+run in a thread of their own, so nodes that backward makes there (`create_graph`, a repeated forward) have low numbers.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+class BackwardOrder:
+    """Give nodes made during backward passes the numbers that they would have on a GPU."""
+
+    def __init__(self):
+        self._first = torch._C._autograd._get_sequence_nr()
+        self._spans: list[tuple[int, int]] = []  # the first number of each backward pass, and the first after it
+        self._runs = False  # whether a backward pass runs
+
+    def numbered(self, run: Callable) -> Callable:
+        """Return a function that does what `run` does, torch's function that runs a backward pass."""
+
+        @functools.wraps(run)
+        def call(outputs: Sequence[torch.Tensor], *args, **options):
+            if self._runs:  # a checkpoint's backward inside another one
+                return run(outputs, *args, **options)
+            self._renumber([each.grad_fn for each in outputs if isinstance(each, torch.Tensor)])
+            begin, self._runs = torch._C._autograd._get_sequence_nr(), True
+            try:
+                return run(outputs, *args, **options)
+            finally:
+                self._runs, end = False, torch._C._autograd._get_sequence_nr()
+                if end > begin:
+                    self._spans.append((begin, end))
+
+        return call
+
+    def _renumber(self, nodes: list) -> None:
+        """Give these nodes, and all from which they were computed, a GPU's numbers; each node once.
+
+        torch before 2.15 cannot do this: there the numbers stay as they are.
+        """
+        seen = set()
+        while self._spans and nodes:
+            node = nodes.pop()
+            if node is None or node in seen or "renumbered" in node.metadata or not hasattr(node, "_set_sequence_nr"):
+                continue
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            number = node._sequence_nr()
+            earlier = sum(min(end, number) - begin for begin, end in self._spans if begin <= number)
+            if earlier and number < torch._C._autograd._get_sequence_nr():  # a node that adds to `grad` always is first
+                is_within = any(begin <= number < end for begin, end in self._spans)
+                node._set_sequence_nr(self._first + earlier if is_within else number - earlier)
+                node.metadata["renumbered"] = True
