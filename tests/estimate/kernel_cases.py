@@ -191,6 +191,23 @@ def batch_norm_backward():
     return lambda: aten.native_batch_norm_backward(gradient, tensor, *rest)
 
 
+def image_norm(trains):
+    """Return a batch norm of images in channels last and bfloat16, which torch's own kernel computes."""
+    tensor, weight = images("channels_last", dtype=BF16), zeros(32)
+    return lambda: aten.native_batch_norm(tensor, weight, weight, weight, weight, trains, 0.1, 1e-5)
+
+
+def image_norm_backward(trains, *wanted):
+    gradient, tensor, weight = images("channels_last", dtype=BF16), images("channels_last", dtype=BF16), zeros(32)
+    rest = (weight, weight, weight, weight, weight, trains, 1e-5, list(wanted))
+    return lambda: [*filter(torch.is_tensor, aten.native_batch_norm_backward(gradient, tensor, *rest))]
+
+
+def distances_backward(p=1.0):
+    first, second, distances = zeros(3, 40, 64), zeros(3, 50, 64), zeros(3, 40, 50)
+    return lambda: aten._cdist_backward(distances, first, second, p, distances)
+
+
 def multinomial(count, replacement=False):
     chances = zeros(16, 3000) + 1
     return lambda: torch.multinomial(chances, count, replacement)
@@ -250,14 +267,14 @@ def sparse_masked():
     return lambda: first.sparse_mask(mask)
 
 
-def ctc_loss(is_backward=False, batch=4):
-    scores, targets = zeros(50, batch, 32), zeros(6 * batch, dtype=I64)
-    lengths = [torch.arange(batch, device=place) * 0 + length for length in (50, 6)]  # of known values
+def ctc_loss(is_backward=False, batch=4, steps=50):
+    scores, targets = zeros(steps, batch, 32), zeros(6 * batch, dtype=I64)
+    lengths = [torch.arange(batch, device=place) * 0 + length for length in (steps, 6)]  # of known values
     [each + zeros(batch, dtype=I64) for each in lengths]  # a trace sends them to the device
     rest = (targets, *lengths, 0)
     if not is_backward:
         return lambda: aten._ctc_loss(scores, *rest)
-    arguments = (zeros(batch), scores, *rest[:3], zeros(batch), zeros(batch, 50, 13), 0)
+    arguments = (zeros(batch), scores, *rest[:3], zeros(batch), zeros(batch, steps, 13), 0)
     return lambda: aten._ctc_loss_backward(*arguments)
 
 
@@ -305,6 +322,7 @@ LATER = {  # rehearsed with torch 2.15 only
     "CTC loss": ctc_loss,
     "CTC loss, many": lambda: ctc_loss(batch=200),
     "CTC loss's backward": lambda: ctc_loss(True),
+    "CTC loss's backward of long inputs": lambda: ctc_loss(True, steps=300),
     "a number, added in place": lambda: of_one(aten.add_, 8, other=1),
     **{name: functools.partial(matmul, getattr(aten, name), *BOTH) for name in LOSSES},
     "mse_loss, unreduced": lambda: matmul(aten.mse_loss, *BOTH, reduction=0),
@@ -348,6 +366,13 @@ LATER = {  # rehearsed with torch 2.15 only
     "batch norm of rows": lambda: batch_norm(3000),
     "batch norm of few rows": lambda: batch_norm(30),
     "batch norm's backward of rows": batch_norm_backward,
+    "batch norm of images": lambda: image_norm(True),
+    "frozen batch norm of images": lambda: image_norm(False),
+    "batch norm's backward of images": lambda: image_norm_backward(True, True, True, True),
+    "frozen batch norm's backward of images": lambda: image_norm_backward(False, True, True, True),
+    "distances' backward": distances_backward,
+    "unfold's backward": lambda: matmul(aten.unfold_backward, (2, 7, 4), input_sizes=[2, 16], dim=1, size=4, step=2),
+    "power of a number": lambda: of_one(functools.partial(torch.pow, 2), 8, 5),
     "sort of long rows": lambda: of_one(torch.sort, 6, 5000),
     "sort of many long rows": lambda: of_one(torch.sort, 130, 5000),
     "sort of long columns": lambda: of_one(torch.sort, 5000, 6, dim=0),

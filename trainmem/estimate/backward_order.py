@@ -2,7 +2,7 @@
 
 Among nodes that are ready, autograd runs the one with the highest number first. A node gets the next number of the
 thread that makes it (ATen/SequenceNumber.h). On a CPU backward passes run in the thread that calls them. On a GPU they
-run in a thread of their own, so nodes that backward makes there (`create_graph`, a repeated forward) have low numbers.
+run in a thread of their own, so nodes that backward makes there for a later backward (`create_graph`) have low numbers.
 """
 
 import functools
@@ -23,7 +23,8 @@ class BackwardOrder:
         """Return a function that does what `run` does, torch's function that runs a backward pass."""
 
         @functools.wraps(run)
-        def call(outputs: Sequence[torch.Tensor], *args, **options):
+        def call(outputs: Sequence[torch.Tensor], gradients, keeps_graph, makes_graph, *args, **options):
+            args = gradients, keeps_graph, makes_graph, *args
             if self._runs:  # a checkpoint's backward inside another one
                 return run(outputs, *args, **options)
             self._renumber([each.grad_fn for each in outputs if isinstance(each, torch.Tensor)])
@@ -32,7 +33,7 @@ class BackwardOrder:
                 return run(outputs, *args, **options)
             finally:
                 self._runs, end = False, torch._C._autograd._get_sequence_nr()
-                if end > begin:
+                if makes_graph:
                     self._spans.append((begin, end))
 
         return call

@@ -10,7 +10,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from trainmem.estimate import reduction_scratch
-from trainmem.estimate.attention_kernels import Free, Gpu, Step, contiguous_copy
+from trainmem.estimate.attention_kernels import WORD, Free, Gpu, Step, contiguous_copy
 
 aten = torch.ops.aten
 
@@ -161,9 +161,16 @@ def _shared_sums(tensor: torch.Tensor, numbers: int) -> list[Step]:
     return [] if blocks < 8 else [4 * numbers * columns * blocks, 4 * -(-columns // wide)]
 
 
+def _unfold_backward(gpu: Gpu, made, gradient, shape, dim, *_, **__) -> list[Step]:
+    """Return the memory requests of the backward of `Tensor.unfold`: the result (`made`), and a buffer of positions
+    along the dimension (native/UnfoldBackward.h)."""
+    return [*made, WORD * shape[dim]]
+
+
 RULES: dict[Any, Callable[..., list[Step]]] = {  # {operator packet: its rule}
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution_backward,
     aten.native_batch_norm: _batch_norm,
     aten.native_batch_norm_backward: _batch_norm_backward,
+    aten.unfold_backward: _unfold_backward,
 }

@@ -54,6 +54,7 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
             "one_hot": _one_hot,
             "lstm_cell": _lstm_cell,
             "gru_cell": _gru_cell,
+            **dict.fromkeys(("ctc_loss.Tensor", "ctc_loss.IntList"), _ctc_loss),
             **{f"{name}.int": functools.partial(_softmax, name) for name in ("softmax", "log_softmax")},
         }
         for name, replacement in replacements.items():
@@ -130,6 +131,24 @@ def _gru_cell(tensor, output, weight, hidden_weight, bias=None, hidden_bias=None
     """
     gates = torch.matmul(tensor, weight.t()), torch.matmul(output, hidden_weight.t())
     return torch.ops.aten._thnn_fused_gru_cell(*gates, output, bias, hidden_bias)[0]
+
+
+def _ctc_loss(scores, targets, lengths, target_lengths, blank=0, reduction=1, zero_infinity=False):
+    """Return CTC's loss; the arguments are those of `ctc_loss`.
+
+    For the mean the losses are divided by the targets' lengths, which are copied from the host to the device for this
+    (native/LossCTC.cpp: get_clamped_target_length).
+    """
+    batch = scores if scores.dim() == 3 else scores.unsqueeze(1)
+    losses = torch.ops.aten._ctc_loss(batch, targets, lengths, target_lengths, blank, zero_infinity)[0]
+    if zero_infinity:
+        losses = torch.where(losses == math.inf, losses.new_zeros(()), losses)
+    if reduction == 1:
+        is_fake = isinstance(losses, FakeTensor)
+        sent = torch.empty_like(losses) if is_fake else torch.as_tensor(target_lengths).to(losses.dtype)
+        sent = sent.clamp_min(1)
+        return (losses / sent).mean()
+    return losses.sum() if reduction == 2 else losses if scores.dim() == 3 else losses.squeeze(0)
 
 
 def _rms_norm(tensor, shape, weight=None, eps=None):

@@ -31,7 +31,7 @@ from trainmem.estimate.device_arguments import DeviceArguments, Placement
 from trainmem.estimate.operation_cache import OperationCache
 from trainmem.estimate.replacements import fake_casts
 from trainmem.estimate.trace import FakeTracker
-from trainmem.measure.tracker import calling, name_of
+from trainmem.measure.tracker import WEIGHTS, calling, name_of, parts
 from trainmem.measure.watcher import Block
 from trainmem.records import Category, Phase
 
@@ -41,7 +41,10 @@ _DEVICE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.GATHER, Phase
 
 _ACTIVATIONS = {"relu_", "silu_", "gelu_", "elu_", "leaky_relu_", "hardswish_", "hardsigmoid_", "hardtanh_"}  # in place
 
-_IN_PARTS = {aten._trilinear.default}  # no kernels, but sequences of other operations with a formula for backward
+_IN_PARTS = {
+    aten._trilinear.default,
+    aten.affine_grid_generator.default,
+}  # no kernels, but sequences of other operations with a formula for backward
 
 
 class NotSent(Exception):
@@ -84,6 +87,8 @@ class DeviceTracker(FakeTracker):
         self._results = Placement.HOST  # of the present operation
         self._hosted: dict[int, weakref.ref] = {}  # fake storages that were copied to the host, by address
         self._in_parts = False  # whether an operation of `_IN_PARTS` runs
+        self.given: tuple = ()  # arguments of the torch function that runs
+        self.packs = False  # whether a sequence is packed or unpacked, and its new lengths are computed
         self._has_inputs = False  # whether the present operation has tensors among its arguments
         self._overwritten: set[int] = set()  # numbers of elements of the views that an activation overwrote
         self._streams = {torch.cpu.current_stream(): 0}  # {stream that allocated: its number}
@@ -209,6 +214,10 @@ class DeviceTracker(FakeTracker):
         After the first weight has been sent, the whole model counts as being on the device. `category`: the category
         under which the tensor's memory is counted.
         """
+        if tensor.is_sparse:
+            for part in parts([tensor]):
+                self.send(part, category)
+            return
         storage = None if is_traceable_wrapper_subclass(tensor) else self._storage(tensor)
         if category == Category.WEIGHTS:
             self.weights = Placement.DEVICE
@@ -216,6 +225,8 @@ class DeviceTracker(FakeTracker):
             self._add_block(storage, category, "copy to the device")
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
+        if tensor.is_sparse:
+            return all(map(self.is_on_device, parts([tensor])))
         storage = self._storage(tensor)
         return storage is not None and storage._cdata in self._blocks
 
@@ -242,12 +253,16 @@ class DeviceTracker(FakeTracker):
         elif self._requested and not self._from_the_start:
             return self._requested
         else:
-            on_device = self._from_the_start or self.moment in _DEVICE_PHASES
+            on_device = self._from_the_start or self.moment in _DEVICE_PHASES or self._is_given_device_tensors()
         return Placement.DEVICE if on_device else Placement.HOST
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in _IN_PARTS:
-            with self, patch.object(self, "_in_parts", True):
+        if self.packs and function is aten.empty.memory_format:
+            return function(*args, **kwargs or {})  # lengths, on the host
+        is_packing = function is aten._pack_padded_sequence.default and not isinstance(args[1], FakeTensor)
+        if function in _IN_PARTS or is_packing:
+            place = self._placement_of_results([*filter(torch.is_tensor, args)], any_fake=True)
+            with self, patch.multiple(self, _in_parts=True, _forced=None if is_packing else place):
                 return function.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs or {})
         if (self._in_parts or torch.is_inference_mode_enabled()) and _composite_key(function):
             with self:  # elsewhere torch has replaced the operation by its parts before the tracker sees it
@@ -267,6 +282,12 @@ class DeviceTracker(FakeTracker):
                 self.send(result)  # it has another storage now
             self._run_kernel(function, args, kwargs, result)
         return result
+
+    def _is_given_device_tensors(self) -> bool:
+        """Return whether a tensor on the device is among the arguments of the torch function that runs now, e.g. of
+        `pad_sequence`, whose C++ code makes its result by `full`."""
+        tensors = (each for each in tree_iter(self.given) if isinstance(each, torch.Tensor))
+        return self._places and any(map(self.is_on_device, tensors))
 
     def _is_hosted(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether each fake tensor among `tensors` was copied to the host or computed from such copies."""
@@ -333,13 +354,16 @@ class DeviceTracker(FakeTracker):
         pass  # `_run_kernel` has done it, in the order of the kernel
 
     def mark(self, label):
-        if self._is_function and self.weights is Placement.HOST:
+        # A forward pass on the host may only find the shapes of layers.
+        if self._is_function and self.weights is Placement.HOST and label not in ("start", Phase.FORWARD):
             raise NotSent
         super().mark(label)
 
     def tag(self, tensor, category, keep=()):
         if self._adapter_base is Placement.HOST:
             return  # peft computes with a base that has not been sent
+        if self._places and category in WEIGHTS and not self.is_on_device(tensor):
+            return  # a module of a loop that says where its modules are
         if category == Category.WEIGHTS:
             self.weights = Placement.DEVICE  # a model that computes is on the device, whatever sent it there
         super().tag(tensor, category, keep)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _FACTORIES = {"zeros", "ones", "full", "arange", "tensor", "as_tensor", "eye", "linspace", "empty", "randint"}
 _FACTORIES |= {"randperm", "rand", "randn", "scalar_tensor", "tril_indices", "triu_indices", "from_numpy", "stack"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # layers, which take many steps; a GPU's cells are torch's own
+_PACKING = {"_pack_padded_sequence", "_pad_packed_sequence"}  # they read and make lengths on the host
 _DEVICES = (torch.device, DeviceName)  # arguments that mean the device; the text "cpu" means the host
 
 
@@ -73,6 +74,7 @@ class DeviceArguments(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        self._tracker.packs = name in _PACKING
         self._tracker.recurs |= name in _RECURRENT
         if self._default and function in _device_constructors() and kwargs.get("device") is None:
             kwargs = kwargs | {"device": self._default}
@@ -88,7 +90,11 @@ class DeviceArguments(TorchFunctionMode):
             return self._on_host(function, args, kwargs)
         if name in _FACTORIES and self._tracker.weights is Placement.DEVICE:
             return self._make(function, args, kwargs)
-        return function(*args, **kwargs)
+        outer, self._tracker.given = self._tracker.given, args
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._tracker.given = outer
 
     def _on_host(self, function, args, kwargs):
         with patch.object(self._tracker, "_forced", Placement.HOST):

@@ -74,7 +74,11 @@ class Kernels:
             return [*(bytes_ for each in copied for bytes_ in contiguous_copy(each)), *steps]
         if function.namespace == "quanto" and function._opname == "qbytes_mm":
             return _product_of_quanto(made, *args)
-        if packet in _MATRICES and not any(each.is_sparse for each in args if torch.is_tensor(each)):
+        if (
+            packet in _MATRICES
+            and not self._is_tritons(packet, args)
+            and not any(each.is_sparse for each in args if torch.is_tensor(each))
+        ):
             return [*made, *(each.nbytes for each in args[_MATRICES[packet] :][:2] if not _is_for_cublas(each))]
         if packet in _COPIED:
             before, after = _COPIED[packet]
@@ -99,13 +103,17 @@ class Kernels:
             return self._bitsandbytes_program(function, [args[0]] * 3, args, kwargs)[2]
         if function.overloadpacket is aten._grouped_mm:  # without a kernel of its own: one matmul per group
             return not self._has_grouped_kernel(args[0])
-        if function.overloadpacket is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces:
-            return False  # Triton computes outer products (torch/_native/ops/bmm_outer_product)
+        if self._is_tritons(function.overloadpacket, args):
+            return False
         if function.overloadpacket is aten.mm and args[0].is_sparse:  # cuSPARSE does
             return False
         if function.namespace == "quanto":
             return function._opname == "qbytes_mm"
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
+
+    def _is_tritons(self, packet, args) -> bool:
+        """Return whether Triton computes the operation: outer products (torch/_native/ops/bmm_outer_product)."""
+        return packet is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
         """Return (name, bytes) of each workspace that cuBLAS or cuBLASLt requests; [] if the operation is no matmul."""
@@ -262,6 +270,13 @@ class Kernels:
         rows = [first.nbytes, first.nbytes + 2 * one, Free(0), Free(0), Free(2), second.nbytes + 2 * other]
         return [*lengths, *rows, Free(0), Free(0), *made]
 
+    def _distances_backward(self, made, gradient, first, second, *_, **__):
+        """Return the memory requests of `_cdist_backward`: the result (`made`), and a buffer with a row per pair of
+        rows, which is then summed (cuda/DistanceKernel.cu)."""
+        pairs = *first.shape[:-2], second.shape[-2], *first.shape[-2:]
+        like = torch.empty(pairs, dtype=first.dtype, device="meta")
+        return [*made, like.nbytes, *self._reduction(0, made[0], like, -3)]
+
     def _unfold(self, made, tensor, *_, **__):
         return [*contiguous_copy(tensor), tensor.nbytes, *made]
 
@@ -290,6 +305,11 @@ class Kernels:
         """
         on_host = [not torch.is_tensor(each) or not (each.dim() or self._is_on_device(each)) for each in values]
         return [*[made[0].element_size()] * sum(on_host), *made]
+
+    def _power(self, made, base, *_, **__):
+        """Return the memory requests of `pow`, in order: the result (`made`), and a buffer for a base that is a number
+        (native/Pow.cpp)."""
+        return made if torch.is_tensor(base) else [*made, WORD]
 
     def _copy(self, made, target, source, *_, **__):
         """Return the memory requests of `copy_`, in order: the result (`made`), and the bytes of at most one buffer.
@@ -448,10 +468,12 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.logsumexp: Kernels._logsumexp,
     aten.im2col: Kernels._unfold,
     aten._euclidean_dist: Kernels._distances,
+    aten._cdist_backward: Kernels._distances_backward,
     **dict.fromkeys((aten.amax, aten.amin, aten.max, aten.min), Kernels._extreme),
     **dict.fromkeys((aten.var, aten.std, aten.var_mean, aten.std_mean), Kernels._variance),
     aten._safe_softmax: Kernels._safe_softmax,
     aten.where: Kernels._where,
+    aten.pow: Kernels._power,
     aten.copy_: Kernels._copy,
     aten.masked_scatter: Kernels._masked_scatter,
     aten.masked_scatter_: Kernels._masked_scatter,

@@ -83,9 +83,16 @@ def _ctc_loss_backward(
     """Return the memory requests of `_ctc_loss_backward`, in order: bytes of buffers, then the result (`made`).
 
     Three buffers hold the lengths and offsets, as in `_ctc_loss`. One more buffer holds probabilities of the
-    alignments, which the kernel computes backwards, from the last time step to the first.
+    alignments, which the kernel computes backwards, from the last time step to the first. For long inputs the blanks'
+    gradient is computed apart, as a `logsumexp` over every other state.
     """
-    return [*[WORD * scores.shape[1]] * 3, alignments.nbytes, *made]
+    steps, batch, classes = scores.shape
+    held = [*[WORD * batch] * 3, alignments.nbytes, *made]
+    if 2 * steps + 24 * batch // 10 + 2 * classes // 10 <= 450:
+        return held
+    each = made[0].itemsize * batch * steps
+    blanks = each * (alignments.shape[-1] // 2 + 1)
+    return [*held, blanks, each, each, batch * steps, Free(6), Free(6), blanks, each]
 
 
 RULES: dict[Any, Callable[..., list[Step]]] = {  # {operator packet: its rule}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainmem.core.outcomes import Invalid
@@ -134,11 +134,40 @@ def fake(made: Spec | View, mode: FakeTensorMode, base: torch.Tensor | None = No
             plain = torch.as_strided(base, made.spec.shape, made.spec.stride, made.offset)
     else:
         plain = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+    return _wrapped(plain, mode)
+
+
+def _wrapped(plain: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    """Return a tensor of device "meta" as a fake tensor of device "cpu"."""
     tensor = torch.Tensor._make_subclass(
         FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=torch.device("cpu")
     )
     tensor.__dict__.update(_state(mode))
     return tensor
+
+
+def own_result(mode: FakeTensorMode, function, *args, **kwargs) -> Any:
+    """Return an operation's result on fake tensors if torch's fake kernel is missing or wrong; None: torch's is right.
+
+    Args:
+        mode: the mode of new fake tensors.
+        function, args, kwargs: the operator and its arguments.
+
+    Raises:
+        DynamicOutputShapeException: values decide the shape of the result.
+    """
+    aten = torch.ops.aten
+    if function is aten._efficientzerotensor.default:  # forward-mode derivatives: zeros without memory
+        with _disable_current_modes():
+            return _wrapped(torch._efficientzerotensor(*args, **kwargs | {"device": "meta"}), mode)
+    if function.overloadpacket is aten._to_sparse and not args[0].is_sparse:  # torch's has no elements
+        raise DynamicOutputShapeException(function)
+    if function.overloadpacket is aten._ctc_loss and (states := states_of_ctc(*args[1:4])):
+        return alignments(args[0], states)
+    if function is aten._grouped_mm.default:
+        return grouped_product(*args, **kwargs)
+    is_sum = function is aten.add_.Tensor and isinstance(args[1], torch.Tensor)
+    return args[0] if is_sum and args[1].is_sparse else None  # torch's would read the indices
 
 
 def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> torch.Tensor:
@@ -168,7 +197,7 @@ def states_of_ctc(targets: torch.Tensor, _, lengths) -> int | None:
     if isinstance(lengths, FakeTensor):
         return 2 * targets.shape[1] + 1 if targets.dim() == 2 else None
     with _disable_current_modes():
-        return 2 * int(max(lengths)) + 1
+        return 2 * int(torch.as_tensor(lengths).max()) + 1
 
 
 def alignments(log_probabilities: torch.Tensor, states: int) -> tuple:

@@ -38,6 +38,15 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
     return torch.sparse_coo_tensor(source._indices().clone(), values, **options)
 
 
+def _of_parts(made, _, __, ___, indices, values, **____) -> list[Step]:
+    """Return no memory requests: a sparse tensor made from indices and values shares their memory.
+
+    torch's fake kernel copies indices that are not fake; the result keeps them alive.
+    """
+    made[0].made_from = indices, values
+    return []
+
+
 def _add(made, dense, other, *_, **__) -> list[Step]:
     """Return the memory requests of dense + sparse, in order: the result (`made`), and bytes of buffers.
 
@@ -90,6 +99,7 @@ def _transpose(made, tensor) -> list[Step]:
 RULES: dict[Any, Callable[..., list[Step]]] = {  # {operator packet: its rule}
     aten.add_: _add,
     aten._coalesce: _coalesce,
+    aten._sparse_coo_tensor_with_dims_and_tensors: _of_parts,
     aten.sparse_mask: _mask,
     aten.t: _transpose,
 }

@@ -39,13 +39,11 @@ from trainmem.estimate.operation_cache import (
     REDUCED_IN_PLACE,
     WEIGHT_OF_NORM,
     OperationCache,
-    alignments,
     as_norms_do,
     by_position,
     fake,
-    grouped_product,
     operation_of,
-    states_of_ctc,
+    own_result,
     uniform_value,
     viewed,
 )
@@ -66,6 +64,7 @@ _REAL_IN_FORWARD = (aten.ones, aten.zeros, aten.full)
 # They take masks. If a mask is real, the number of elements that it selects is known.
 _CHOOSE = {aten.index.Tensor, aten.masked_select.default, aten.index_put.default, aten._unsafe_index_put.default}
 _CHOOSE |= {aten.index_put_.default, aten._index_put_impl_.default}
+_NOT_KEPT = (aten.nonzero.default, aten._efficientzerotensor.default)
 _LARGE = 2**24  # elements of a real tensor beyond which results are fake
 
 
@@ -195,10 +194,12 @@ class FakeTracker(Tracker):
         ask = functools.partial(self._fake_result, function, args, kwargs, operation)
         is_kept = any_fake or not tensors  # a real result may be shared, or changed in place
         # `selected` decides the size of positions; a `Spec` cannot describe sparse tensors.
-        is_kept = is_kept and function is not aten.nonzero.default and not operation.takes_sparse
+        is_kept = is_kept and function not in _NOT_KEPT and not operation.takes_sparse
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
         if any_fake and not isinstance(tensors[0], FakeTensor) and function.overloadpacket.__name__.endswith("_"):
-            result = args[0]  # torch returned a fake copy: the real tensor was written in place, and allocated nothing
+            result = (
+                args[0] if function._schema.returns else None
+            )  # no fake copy: the real tensor was written in place, and allocated nothing
         if self.routing and any_fake and function in (aten.topk.default, aten.argmax.default):
             result = self.routing.replaced(function, args, kwargs, result)
         if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -368,12 +369,8 @@ class FakeTracker(Tracker):
         """
         if function is aten.nonzero.default and self.selected:
             return args[0].new_empty((self.selected(args[0]), args[0].dim()), dtype=torch.int64)
-        if function.overloadpacket is aten._ctc_loss and (states := states_of_ctc(*args[1:4])):
-            return alignments(args[0], states)
-        if function is aten._grouped_mm.default:
-            return grouped_product(*args, **kwargs)
-        if function is aten.add_.Tensor and isinstance(args[1], torch.Tensor) and args[1].is_sparse:
-            return args[0]  # torch's fake kernel would read the indices
+        if (result := own_result(self.fake, function, *args, **kwargs)) is not None:
+            return result
         result = function(*args, **kwargs)
         if isinstance(result, FakeTensor) and result.is_sparse and not result._nnz():
             return filled(function, args, result)

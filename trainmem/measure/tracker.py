@@ -173,6 +173,8 @@ class Tracker(Watcher, TorchDispatchMode):
             for part in parts([tensor]):
                 Tracker._track_result(self, part, function, args, kwargs)
             return
+        if tensor._is_zerotensor():
+            return  # forward-mode derivatives make them: zeros without memory
         storage = self._storage(tensor)
         if storage is None or storage._cdata in self._blocks or not storage.nbytes():
             return
