@@ -71,6 +71,7 @@ class Recorder:
         """Start recording with empty statistics. Called again in each process that is forked from this process."""
         self.path = Path(self.folder, f"{os.getpid()}.json")
         self.phase, self.steps, self.forwards, self.backwards, self.ended = SET_UP, 0, 0, 0, False
+        self.has_gradients = True  # new ones since the last update
         self.phases: dict[str, list[int]] = {}
         self.seen: dict[int, dict] = {}  # device -> torch's statistics since the program last reset them
         self.devices: set[int] = set()
@@ -111,7 +112,7 @@ class Recorder:
     def backward(self, plain: Callable, *args, **kwargs) -> Any:
         if not self.backwards:
             self.turn(BACKWARD)
-        self.backwards += 1
+        self.backwards, self.has_gradients = self.backwards + 1, True
         try:
             return plain(*args, **kwargs)
         finally:
@@ -122,7 +123,8 @@ class Recorder:
         self.turn(UPDATE)
 
     def after_update(self, *_) -> None:
-        self.steps += 1
+        self.steps += self.has_gradients  # DeepSpeed calls the optimizer once for each group of parameters
+        self.has_gradients = False
         self.turn(BETWEEN)
 
     def noting(self, function: Callable) -> Callable:
@@ -183,7 +185,7 @@ def described(error: BaseException) -> dict[str, str]:
     traceback of another process as its message; kind and line are then read from this traceback.
     """
     chain, cause = [], error
-    while cause is not None and cause not in chain:
+    while cause is not None and not any(cause is each for each in chain):
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
     kinds = [(each, kind) for each in chain for of, kind in KINDS.items() if isinstance(each, of)]

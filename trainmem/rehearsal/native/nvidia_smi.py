@@ -9,14 +9,19 @@ PLAIN = {  # properties of --query-gpu, in addition to memory.total, memory.used
     "index": pynvml.nvmlDeviceGetIndex,
     "name": pynvml.nvmlDeviceGetName,
     "uuid": pynvml.nvmlDeviceGetUUID,
+    "driver_version": lambda _: pynvml.nvmlSystemGetDriverVersion(),
 }
+AT_REST = ("utilization.", "temperature.", "power.", "clocks.")  # figures of a device that computes nothing: 0
 
 
 def figure(device, name: str, unit: str) -> str:
     if name in PLAIN:
         return str(PLAIN[name](device))
+    if name.startswith(AT_REST):
+        return "0"
     memory = pynvml.nvmlDeviceGetMemoryInfo(device, pynvml.nvmlMemory_v2)
-    return f"{getattr(memory, name.removeprefix('memory.')) >> 20}{unit}"
+    size = getattr(memory, name.removeprefix("memory."), None)
+    return "[N/A]" if size is None else f"{size >> 20}{unit}"
 
 
 def main(words: list[str]) -> str:

@@ -82,10 +82,11 @@ int nvmlDeviceGetHandleByPciBusId(const char* text, Device* device) {
     return nvmlDeviceGetHandleByPciBusId_v2(text, device);
 }
 
-// Nothing runs on a device.
-int nvmlDeviceGetUtilizationRates(void*, unsigned* gpu_and_memory) {
-    gpu_and_memory[0] = gpu_and_memory[1] = 0;
-    return 0;
-}
+// Nothing runs on a device: what a card that works would take, and its temperature, are 0.
+int nvmlDeviceGetUtilizationRates(Device, unsigned* gpu_and_memory) { return gpu_and_memory[0] = gpu_and_memory[1] = OK; }
+int nvmlDeviceGetPowerUsage(Device, unsigned* milliwatts) { return *milliwatts = OK; }
+int nvmlDeviceGetTemperature(Device, int, unsigned* degrees) { return *degrees = OK; }
+int nvmlDeviceGetClockInfo(Device, int, unsigned* megahertz) { return *megahertz = OK; }
+int nvmlDeviceGetTotalEnergyConsumption(Device, unsigned long long* millijoules) { return *millijoules = OK; }
 
 }  // extern "C"
