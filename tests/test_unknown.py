@@ -4,10 +4,11 @@ import collections
 import json
 import math
 import pickle
+import sys
 
 import pytest
 
-from trainmem.unknown import Assumed, NeedsValues, Unknown, is_measured
+from trainmem.unknown import Assumed, NeedsValues, Unknown, is_measured, passing_answer
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -40,3 +41,84 @@ def test_an_assumed_number_is_ordinary_and_each_comparison_with_it_is_false():
     assert f"{loss:.4f}" == str(loss) == "assumed" and not is_measured(loss)
     assert json.loads(json.dumps([loss], indent=1)) == [1.0] == json.loads(json.dumps([loss]))
     assert isinstance(pickle.loads(pickle.dumps(loss)), Assumed)
+
+
+class Asked:
+    """Pass each check that needs the truth value of this object; raise an error if no check needs it."""
+
+    def __bool__(self) -> bool:
+        if (answer := passing_answer(sys._getframe(1))) is None:
+            raise NotImplementedError
+        return answer
+
+
+# As text, because pytest would rewrite `assert`.
+CHECKS = """
+def checked(asked, known=True):
+    assert asked, f"{asked} is wrong"
+    if not asked:
+        raise ValueError("wrong")
+    if known and not bool(asked):
+        message = "%s is wrong" % asked
+        raise ValueError(message) from None
+    if asked:
+        pass_on = known
+    else:
+        raise ValueError(", ".join(str(each) for each in (asked, known)))
+    assert known is None or asked
+    return pass_on
+
+def unwanted(asked):
+    if asked or asked is None:
+        raise ValueError(f"unwanted: {asked!r:>3}")
+    assert not asked
+
+def checked_by_a_function(asked):
+    assert is_so(asked)
+    if not is_so(asked):
+        raise ValueError
+
+def is_so(asked):
+    return bool(asked)
+"""
+CHOICES = """
+def chosen(asked):
+    return 1 if asked else 2
+
+def counted(asked):
+    for _ in range(2):
+        if asked:
+            break
+    else:
+        raise ValueError
+
+def is_so(asked):
+    return bool(asked)
+"""
+
+
+def functions(source):
+    names = {}
+    exec(source, names)
+    return [each for each in names.values() if callable(each)]
+
+
+def test_a_check_is_passed_by_the_answer_that_raises_no_error():
+    for check in functions(CHECKS)[:-1] * 20:  # the last one only returns; often, so that Python adapts its code
+        check(Asked())
+
+
+@pytest.mark.parametrize("function", functions(CHOICES))
+def test_a_choice_is_no_check(function):
+    with pytest.raises(NotImplementedError):
+        bool(function(Asked()))
+
+
+def test_an_assumed_number_passes_checks():
+    answers, loss = collections.Counter(), Assumed()
+    loss.answers = answers
+    if not loss < 9:
+        raise ValueError("too large")
+    if loss > 100 or loss < 0:
+        raise ValueError("out of range")
+    assert [*answers] == ["checks, passed"] and answers.total() == 3

@@ -5,7 +5,7 @@ Both have the reason as `why`. Neither can decide a verdict: code that needs the
 
 A third placeholder, `Assumed`, is an unknown number in a rehearsed program that has to reach its end. It raises no
 error: code that needs its value gets 1. If it is compared with infinity, it counts as 1; its comparisons with all other
-numbers are false.
+numbers are false, unless they are checks, see `passing_answer`.
 
 |                                        | `Unknown`                  | `Missing`         |
 |----------------------------------------|----------------------------|-------------------|
@@ -21,10 +21,16 @@ numbers are false.
 """
 
 import collections
+import dis
+import functools
 import math
+import sys
 from collections.abc import Callable
 from numbers import Number
+from types import CodeType, FrameType
 from typing import NoReturn
+
+CHECKS = "checks, passed"  # a kind of assumed answers
 
 
 class NeedsValues(RuntimeError):
@@ -42,6 +48,43 @@ class RunFailed(RuntimeError):
 def is_measured(value: "float | Missing | None") -> bool:
     """Return whether a value is a measured number: neither None nor `Unknown`, `Assumed` or `Missing`."""
     return value is not None and not isinstance(value, _WithoutValue | Assumed)
+
+
+def passing_answer(frame: FrameType) -> bool | None:
+    """Return the truth value that passes the check for which `frame` needs one now; None if there is no check.
+
+    A check raises an error for the other truth value, at once: `assert x`, `if not x: raise`. A function that returns
+    the value belongs to its caller's check.
+    """
+    found: bool | FrameType | None = frame
+    while isinstance(found, FrameType):
+        found = found.f_back if (answer := _branch(found.f_code, found.f_lasti)) == "returned" else answer
+    return found
+
+
+@functools.lru_cache(1 << 12)
+def _branch(code: CodeType, place: int) -> bool | str | None:
+    """Return the answer of `passing_answer` for the code `code` at the offset `place`, or "returned"."""
+    steps = [each for each in dis.get_instructions(code) if each.opname not in ("EXTENDED_ARG", "NOT_TAKEN")]
+    index = max(index for index, each in enumerate(steps) if each.offset <= place)
+    index += steps[index].opname == "PRECALL"  # Python 3.11: it may do the work of the CALL behind it
+    index += "JUMP" not in steps[index].opname  # the instruction makes the value, the next one uses it
+    index += steps[index].opname == "TO_BOOL"
+    jump = steps[index]
+    if jump.opname == "RETURN_VALUE":
+        return "returned"
+    if not jump.opname.endswith(("IF_TRUE", "IF_FALSE")):
+        return None
+
+    def raises(first: int) -> bool:
+        ends = (each.opname for each in steps if each.offset >= first)
+        last = next(
+            (name for name in ends if "JUMP" in name or name.startswith(("RAISE", "RETURN", "FOR_", "SEND"))), ""
+        )
+        return last == "RAISE_VARARGS"
+
+    without_jump, with_jump = raises(steps[index + 1].offset), raises(jump.argval)
+    return None if without_jump == with_jump else jump.opname.endswith("IF_TRUE") == without_jump
 
 
 class _WithoutValue:
@@ -121,8 +164,9 @@ class Unknown(_InFormulas, _WithoutValue, float):
 class Assumed(_InFormulas, float):
     """Stand for a number whose value a rehearsal does not know: libraries and files get 1, a print shows "assumed".
 
-    Arithmetic gives an assumed number again. A comparison with a finite number or NaN is false. In a comparison with
-    infinity, this number counts as 1: many programs start their search for the best loss at `float("inf")`.
+    Arithmetic gives an assumed number again. A comparison with a finite number or NaN is false, but passes a check, see
+    `passing_answer`. In a comparison with infinity, this number counts as 1: many programs start their search for the
+    best loss at `float("inf")`.
 
     Args:
         answers: the program's Counter {what was assumed: how often}. Each comparison of this number with a finite
@@ -143,8 +187,8 @@ class Assumed(_InFormulas, float):
     def _compared(name: str) -> Callable:
         """Make the comparison method `name`, e.g. "__lt__", of an assumed number.
 
-        With an infinity the assumed number is compared as 1. With any other number the result is False, and is counted
-        in `answers`. With an object that is no number it is NotImplemented.
+        With an infinity the assumed number is compared as 1. With any other number the result is False, or what passes
+        a check, and is counted in `answers`. With an object that is no number it is NotImplemented.
         """
 
         def compare(self, other) -> bool:
@@ -152,8 +196,9 @@ class Assumed(_InFormulas, float):
                 return getattr(float, name)(1.0, other)
             if not isinstance(other, Number):
                 return NotImplemented
-            self.answers["comparisons of an assumed number, false"] += 1
-            return False
+            passing = passing_answer(sys._getframe(1))
+            self.answers["comparisons of an assumed number, false" if passing is None else CHECKS] += 1
+            return bool(passing)
 
         return compare
 

@@ -113,6 +113,84 @@ def test_one_rule_says_whether_an_unknown_number_is_finite(program):
     assert run.status == "needs values" and "stored.max()" in run.processes[0]["error"]["line"], printed.err
 
 
+CHECKED = """
+import torch
+from torch import distributions
+boxes = torch.randn(400, 4, device="cuda")
+def is_valid(boxes):
+    return bool((boxes[:, 2:] >= boxes[:, :2]).all())
+torch._assert((boxes >= 0).all(), "negative")  # torch checks it, not this program
+print("checked")
+if not is_valid(boxes):
+    raise ValueError("no boxes")
+assert torch.allclose(boxes, boxes + 1) and (boxes.abs() < 3).all().item(), f"far from it: {boxes}"
+assert boxes.mean().item() < 5 and not (boxes > 3).any()
+chosen = "yes" if (boxes > 0).all() else "no"
+counts = torch.tensor([1, 2], device="cuda")
+try:
+    assert counts.sum() == 4
+    raise SystemExit("a known value that is wrong was accepted")
+except AssertionError:
+    print(chosen)
+"""
+
+
+@pytest.mark.nightly
+def test_a_check_of_unknown_values_is_passed_if_a_library_makes_it_or_values_are_assumed(program):
+    run, printed = program(CHECKED)
+    assert run.status == "needs values" and printed.out == "checked\n", printed.err
+    assert "return bool(" in run.processes[0]["error"]["line"]
+    run, printed = program(CHECKED, assumes=True)
+    assert run.status == "finished" and printed.out == "checked\nno\n", printed.err
+    assert run.processes[0]["answers"]["checks, passed"] == 6
+
+
+MASKS = """
+import torch
+lengths = torch.tensor([3, 500], device="cuda")
+mask = (torch.arange(600, device="cuda") < lengths[:, None]).long()
+whole = torch.cat((torch.ones(2, 8, device="cuda"), mask), 1)  # as peft does for virtual tokens
+assert whole.dtype == torch.float32 and whole.sum() == 519 and not whole.all() and whole.bool()[1, :508].all()
+"""
+
+
+@pytest.mark.nightly
+def test_a_mask_of_floating_point_numbers_is_known(program):
+    run, printed = program(MASKS)
+    assert run.status == "finished", printed.err
+
+
+MONITORED = """
+import subprocess, torch
+layers = torch.nn.Linear(8, 8).cuda(), torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD([{"params": each.parameters()} for each in layers], 0.1)
+groups = optimizer.param_groups
+for step in range(3):
+    sum(layer(torch.randn(2, 8, device="cuda")).sum() for layer in layers).backward()
+    for group in groups:  # as DeepSpeed does
+        optimizer.param_groups = [group]
+        optimizer.step()
+print(torch.cuda.utilization(), torch.cuda.temperature(), torch.cuda.power_draw(), torch.cuda.clock_rate())
+query = "--query-gpu=utilization.gpu,temperature.gpu,memory.used,serial"
+print(subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True).stdout)
+class Strange(Exception):
+    def __eq__(self, other):
+        return self.code == other.code
+try:
+    raise KeyError("first")
+except KeyError:
+    raise Strange("second")
+"""
+
+
+@pytest.mark.nightly
+def test_updates_are_counted_once_per_step_a_monitor_reads_zeros_and_any_error_is_reported(program):
+    run, printed = program(MONITORED)
+    (process,) = run.processes
+    assert process["steps"] == 3 and printed.out.startswith("0 0 0 0\n0, 0, ") and "[N/A]" in printed.out, printed
+    assert run.status == "failed" and process["error"]["message"] == "Strange: second"
+
+
 SAVING = """
 import os, sys, torch
 from safetensors.torch import save_file, load_file
@@ -552,13 +630,14 @@ import torch, transformers
 config = transformers.LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                                   num_attention_heads=2, eos_token_id=0, pad_token_id=1)
 model = transformers.LlamaForCausalLM(config).cuda()
-made = model.generate(torch.full((1, 3), 5, device="cuda"), max_new_tokens=9, do_sample=True)
-assert made.shape == (1, 12), made.shape
+for samples in (True, False):
+    made = model.generate(torch.full((1, 3), 5, device="cuda"), max_new_tokens=9, do_sample=samples)
+    assert made.tolist() == [[5] * 3 + [25] * 9], made
 """
 
 
 @pytest.mark.nightly
-def test_an_assumed_token_never_ends_a_generation(program):
+def test_an_assumed_token_has_no_special_meaning_and_never_ends_a_generation(program):
     run, printed = program(GENERATION, assumes=True)
     assert run.status == "finished" and "evaluation and generation" in repr(run), printed.err
 

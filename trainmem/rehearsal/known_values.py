@@ -19,12 +19,15 @@ import collections
 import math
 import sys
 import weakref
+from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trainmem.core.stack_dumps import is_library
 from trainmem.rehearsal import recurrent_layers
 from trainmem.rehearsal.device_memory import (
     FACTORIES,
@@ -36,9 +39,10 @@ from trainmem.rehearsal.device_memory import (
     tensors_of,
 )
 from trainmem.rehearsal.needed_libraries import explained
-from trainmem.unknown import Assumed, NeedsValues, Unknown
+from trainmem.unknown import CHECKS, Assumed, NeedsValues, Unknown, passing_answer
 
 WHY = "a rehearsal computes no floating-point values"
+ASSUMED = "assumed"  # instead of True: known, because it was assumed
 MASKS = {torch.bool, torch.uint8}
 EXACT = MASKS | {torch.int8, torch.int16, torch.int32, torch.int64}
 LARGEST, LARGEST_FLOAT = 1 << 22, 256  # elements of a tensor that is computed: of a type in EXACT, of another type
@@ -51,6 +55,7 @@ LARGE_WEIGHT = 1 << 20  # elements of a host tensor that is not filled with rand
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 _READS |= {"is_nonzero", "__contains__", "equal", "allclose", "__repr__", "__format__"}
 _COMPARES = {"__contains__", "equal", "allclose"}  # of these, those that allocate tensors on the way
+_TRUTHS = {"__bool__", "is_nonzero", *_COMPARES}  # and those that answer a question
 _SIZED_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "unique_dim", "masked_select", "bincount"}
 _SIZED_BY_VALUES |= {"repeat_interleave", "where", "one_hot", "_unique2"}
 _OF_ONE_VALUE = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
@@ -91,17 +96,17 @@ class Values(TorchFunctionMode):
         self._embeddings: list[tuple[weakref.ref, int, bool]] = []
         self._sent: dict[str, int] = {}  # group and kind of collective -> how many so far
 
-    def is_known(self, tensor: torch.Tensor) -> bool:
-        """Return whether all values of a tensor are known."""
+    def is_known(self, tensor: torch.Tensor) -> bool | str:
+        """Return whether all values of a tensor are known; `ASSUMED` if they were assumed or made from such values."""
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
-    def mark(self, known: bool, *tensors: torch.Tensor) -> None:
-        """Note that all values of these tensors are known or, if `known` is False, unknown.
+    def mark(self, known: bool | str, *tensors: torch.Tensor) -> None:
+        """Note that all values of these tensors are known (True or `ASSUMED`) or unknown (False).
 
         While a CUDA graph is captured, a device's tensors become unknown: each replay of the graph changes them.
         """
         for tensor in tensors:
-            is_known = known and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+            is_known = not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()) and known
             if self.is_known(tensor) != is_known:
                 self._remember(tensor).is_known = is_known
 
@@ -253,14 +258,16 @@ class Values(TorchFunctionMode):
             self._noted(given[0]).is_norm = name == "masked_fill_" and self._is_all_false(args[1])
         if not fresh and not in_place:
             return  # views
-        small = all(tensor.numel() <= LARGEST for tensor in given) and all(_is_small(tensor, name) for tensor in fresh)
+        small = all(tensor.numel() <= LARGEST for tensor in given)
+        small = small and all(_is_small(tensor, name, given) for tensor in fresh)
         whole = small and name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
         sources = [] if name in FACTORIES else given[1:] if whole else given[:1] if name in _TAKES_TYPE else given
-        computable = small and all(map(self.is_known, sources))
-        if computable and compute(function, args, kwargs, fresh):
-            return self.mark(True, *fresh, *given[: whole or in_place])
+        found = {*map(self.is_known, sources)}
+        if small and False not in found and compute(function, args, kwargs, fresh):
+            return self.mark(ASSUMED if ASSUMED in found else True, *fresh, *given[: whole or in_place])
         if not all(map(self.is_known, given)):
-            fresh = [tensor for tensor in fresh if not (self.assumes and self._choose(name, args, kwargs, tensor))]
+            caller = sys._getframe(3).f_globals.get("__name__", "")
+            fresh = [each for each in fresh if not (self.assumes and self._choose(name, args, kwargs, each, caller))]
             self.mark(False, *(tensor for tensor in fresh if not tensor.is_cuda))
         several = name.startswith(("_foreach", "_fused")) or isinstance(function, torch._ops.OpOverload)
         if several:
@@ -311,6 +318,12 @@ class Values(TorchFunctionMode):
             return self.is_known(mask) and not memory_of(mask).any()
 
     def _read(self, function, name, args, kwargs, given):
+        is_truth = name in _TRUTHS or (name == "item" and args[0].dtype == torch.bool)
+        is_open = is_truth and not all(self.is_known(tensor) is True for tensor in given)
+        if is_open and (passing := self._passing(sys._getframe(3))) is not None:
+            if name in _COMPARES:  # for its allocations
+                function(*args, **kwargs)
+            return passing
         if all(map(self.is_known, given)):  # on the CPU, because printing a tensor computes with it
             if name in _COMPARES:  # run it on the device first, for its allocations
                 function(*args, **kwargs)
@@ -323,6 +336,16 @@ class Values(TorchFunctionMode):
         if tensor.dtype not in EXACT and name in ("item", "tolist"):
             return _nested(() if name == "item" else tensor.shape)
         raise NeedsValues(WHY)
+
+    def _passing(self, frame: FrameType) -> bool | None:
+        """Return the truth value that passes the check of unknown values in `frame`, see `passing_answer`, and count
+        it. None: there is no check, or values are not assumed and the check is not a library's.
+        """
+        if not self.assumes and not is_library(frame.f_code.co_filename):
+            return None
+        if (passing := passing_answer(frame)) is not None:
+            self.answers[CHECKS] += 1
+        return passing
 
     def _answer(self, function, name, args, kwargs):
         """Return the assumed result of a function that reads an unknown value, and count the assumption in `answers`.
@@ -355,17 +378,19 @@ class Values(TorchFunctionMode):
             return memory_of(tensor)
         return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
-    def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor) -> bool:
+    def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor, caller: str) -> bool:
         """Write assumed values into `made`, a mask or positions that a function made from unknown values; return
         whether values were written.
 
         All later reads get these values: False for a mask; 0, 1, 2, ... for positions from a function that sorts or
-        samples (`topk`, `multinomial`); 0 for other positions. Nothing is written if `made` is empty, has more than
-        `LARGEST` elements, or is neither boolean nor of whole numbers with 16, 32 or 64 bits.
+        samples (`topk`, `multinomial`); 0 for other positions. A token that transformers generates is from the middle
+        of the vocabulary, because the first ones have special meanings, such as padding. Nothing is written if `made`
+        is empty, has more than `LARGEST` elements, or is neither boolean nor of whole numbers with 16, 32 or 64 bits.
 
         Args:
             name, args, kwargs: the function's name, e.g. "topk", and its arguments.
             made: the function's result.
+            caller: name of the module that calls the function.
         """
         if made.dtype not in _CHOICES or not 0 < made.numel() <= LARGEST:
             return False
@@ -381,8 +406,11 @@ class Values(TorchFunctionMode):
             chosen = (torch.arange(made.shape[dim], device="cpu") % count).view(
                 [-1, *[1] * (made.dim() - 1 - dim % made.dim())]
             )
-        self.answers["masks of a comparison, false" if made.dtype == torch.bool else "positions chosen, the first"] += 1
-        self.fill(made, chosen)
+        kind = "masks of a comparison, false" if made.dtype == torch.bool else "positions chosen, the first"
+        if name in ("argmax", "multinomial") and caller == "transformers.generation.utils":
+            chosen, kind = chosen + args[0].shape[-1] // 2, "tokens generated, one in the middle of the vocabulary"
+        self.answers[kind] += 1
+        self.fill(made, chosen, ASSUMED)
         return True
 
     def _sized_by_values(self, function, args, kwargs, given):
@@ -462,14 +490,14 @@ class Values(TorchFunctionMode):
             self.fill(on_device, tensor)
         return on_device
 
-    def fill(self, tensor: torch.Tensor, value: torch.Tensor | bool) -> None:
-        """Write known values into the memory of a tensor, and note that they are known.
+    def fill(self, tensor: torch.Tensor, value: torch.Tensor | bool, known: bool | str = True) -> None:
+        """Write known values into the memory of a tensor, and note that they are known (True or `ASSUMED`).
 
         `value`: a tensor of the same shape, or one value for all elements.
         """
         with out_of_sight():
             memory_of(tensor).copy_(torch.as_tensor(value, device="cpu"))
-        self.mark(True, tensor)
+        self.mark(known, tensor)
 
 
 class LegacyType:
@@ -514,14 +542,15 @@ def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
     return True
 
 
-def _is_small(tensor: torch.Tensor, made_by: str) -> bool:
+def _is_small(tensor: torch.Tensor, made_by: str, given: Sequence[torch.Tensor] = ()) -> bool:
     """Return whether a tensor has few enough elements to be computed: at most `LARGEST`, or `LARGEST_FLOAT` if it holds
     floats.
 
-    A float tensor has the limit `LARGEST`, too, if the function named `made_by` gives all its elements one value, e.g.
-    `zeros`.
+    A float tensor has the limit `LARGEST`, too, if it is a mask as numbers: if the function named `made_by` gives all
+    its elements one value, e.g. `zeros`, or if a tensor in `given`, from which it is made, holds whole numbers.
     """
-    return tensor.numel() <= (LARGEST if tensor.dtype in EXACT or made_by in _OF_ONE_VALUE else LARGEST_FLOAT)
+    is_mask = tensor.dtype in EXACT or made_by in _OF_ONE_VALUE or any(each.dtype in EXACT for each in given)
+    return tensor.numel() <= (LARGEST if is_mask else LARGEST_FLOAT)
 
 
 def _nested(shape: tuple[int, ...]) -> Any:

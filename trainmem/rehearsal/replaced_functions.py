@@ -112,24 +112,6 @@ def install() -> None:
             mode.fill(found, False)
         return found
 
-    all_true = torch._is_all_true
-
-    def is_valid(*args, **kwargs):
-        """Replace `torch._is_all_true`: return the same result, except True if `torch.distributions` checks unknown
-        values, e.g. whether probabilities are not negative.
-
-        torch's own function would return an unknown result, whose use would raise an error or be assumed to be False.
-        The checked values are in the local variable `value` of the method of `torch.distributions` that checks them.
-        """
-        found, frame = all_true(*args, **kwargs), sys._getframe(1)
-        while frame and frame.f_globals.get("__name__") == "torch.distributions.distribution":
-            if isinstance(value := frame.f_locals.get("value"), torch.Tensor):
-                if not mode.is_known(value):
-                    mode.fill(found, True)
-                break
-            frame = frame.f_back
-        return found
-
     grouped_product = torch._grouped_mm
 
     def of_groups(first, second, offs=None, **options):
@@ -144,7 +126,7 @@ def install() -> None:
             memory_of(offs).copy_(torch.arange(1, len(offs) + 1, device="cpu") * length // len(offs))
         return grouped_product(first, second, offs, **options)
 
-    torch._is_all_true, torch._grouped_mm = is_valid, of_groups
+    torch._grouped_mm = of_groups
     if mode.assumes:
         torch.isin = is_in_tokens
     for name, answer in (("isfinite", True), ("isnan", False), ("isinf", False)):
