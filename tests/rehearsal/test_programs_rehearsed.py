@@ -584,9 +584,46 @@ LIBRARIES = {
 def test_a_library_that_the_stub_does_not_have_is_named_and_no_process_dies(program, library):
     for line in LIBRARIES[library]:
         text = f"import torch\nx = torch.randn(8, 8, device='cuda')\n{line}\n"
-        run, printed = program(text, assumes=library != "cuDNN")
+        run, printed = program(text)
         assert (run.status, run.exit_code) == ("needs a library", 3), (line, run, printed.err)
-        assert library in repr(run) and line in repr(run)
+        assert library in repr(run) and line in repr(run) and "add --assume" in repr(run)
+
+
+WITHOUT_WORKSPACE = """
+import torch
+x = torch.randn(4, 64, 64, device="cuda", requires_grad=True)
+product = torch.fft.rfft(x) * torch.randn(33, device="cuda")
+assert product.shape == (4, 64, 33) and product.nbytes == 4 * 64 * 33 * 8
+torch.fft.irfft(product, n=64).square().mean().backward()
+assert x.grad.shape == x.shape
+sound, window = torch.randn(2, 4000, device="cuda"), torch.hann_window(256, device="cuda")
+assert torch.stft(sound, 256, 64, window=window, return_complex=True).shape == (2, 129, 63)
+places = torch.stack((torch.arange(50).repeat(4), torch.arange(200) % 7)).cuda()
+graph = torch.sparse_coo_tensor(places, torch.ones(200, device="cuda"), (50, 50)).coalesce()
+layer = torch.nn.Linear(16, 8).cuda()
+torch.sparse.mm(graph, layer(torch.randn(50, 16, device="cuda"))).sum().backward()
+assert layer.weight.grad.shape == (8, 16)
+assert (graph.to_sparse_csr() @ sound.new_empty(50, 4)).shape == (50, 4)
+assert (graph @ sound.new_empty(50)).shape == (50,)
+weight = torch.nn.init.orthogonal_(torch.empty(64, 32, device="cuda"))
+before = torch.cuda.memory_allocated()
+kept = torch.linalg.svd(weight, full_matrices=False)
+assert torch.cuda.memory_allocated() - before == 4 * (64 * 32 + 32 * 32) + 512, "two matrices and 32 numbers"
+square = weight.T @ weight
+assert torch.linalg.eigh(square).eigenvalues.shape == torch.linalg.svdvals(square).shape == (32,)
+assert torch.linalg.cholesky(square).shape == torch.linalg.pinv(square).shape == (32, 32)
+print("to its end")
+torch.linalg.svd(square.clone().requires_grad_())
+"""
+
+
+@pytest.mark.nightly
+def test_with_assumed_values_libraries_need_no_workspace(program):
+    run, printed = program(WITHOUT_WORKSPACE, assumes=True)
+    assert printed.out == "to its end\n" and run.status == "needs a library", printed.err
+    (process,) = run.processes
+    assert process["answers"]["results of CUDA libraries, without their workspace"] >= 6
+    assert "cuSOLVER" in process["error"]["message"] and "add --assume" not in repr(run)
 
 
 RECURRENT = """

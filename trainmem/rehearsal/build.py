@@ -198,6 +198,8 @@ def _rest(linked: set[str], site: Path, header: Path) -> str:
     table, answers = _answers(), {}
     for start, code in table["linked"].items():
         answers |= dict.fromkeys((name for name in linked if name.startswith(start)), code)
+    assumed = answers.keys() & {*table["without_workspace"].split()}
+    answers |= {name: f"unless_assumed({answers[name]})" for name in assumed}
     looked_up = re.findall(rb"nvml[A-Z]\w+", (site / "torch/lib/libc10_cuda.so").read_bytes())  # by dlsym
     answers |= dict.fromkeys(map(bytes.decode, looked_up), table["nvml"])
     text = header.read_text(errors="replace")
@@ -208,7 +210,8 @@ def _rest(linked: set[str], site: Path, header: Path) -> str:
         answers.pop(name, None)
     for code, names in table["named"].items():
         answers |= dict.fromkeys(names.split(), code)
-    return "".join(f'extern "C" int {name}() {{ return {code}; }}\n' for name, code in sorted(answers.items()))
+    lines = (f'extern "C" int {name}() {{ return {code}; }}\n' for name, code in sorted(answers.items()))
+    return "".join(['#include "device.h"\nusing namespace rehearsal;\n', *lines])
 
 
 def _architectures(python: Path) -> str:

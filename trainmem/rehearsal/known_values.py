@@ -17,6 +17,7 @@ operations.
 
 import collections
 import math
+import os
 import sys
 import weakref
 from collections.abc import Sequence
@@ -39,9 +40,10 @@ from trainmem.rehearsal.device_memory import (
     tensors_of,
 )
 from trainmem.rehearsal.needed_libraries import explained
-from trainmem.unknown import CHECKS, Assumed, NeedsValues, Unknown, passing_answer
+from trainmem.unknown import CHECKS, Assumed, NeedsLibrary, NeedsValues, Unknown, passing_answer
 
 WHY = "a rehearsal computes no floating-point values"
+LIBRARIES = "results of CUDA libraries, without their workspace"
 ASSUMED = "assumed"  # instead of True: known, because it was assumed
 MASKS = {torch.bool, torch.uint8}
 EXACT = MASKS | {torch.int8, torch.int16, torch.int32, torch.int64}
@@ -192,19 +194,48 @@ class Values(TorchFunctionMode):
         if self.assumes and on_device and name in recurrent_layers.FUNCTIONS and torch.backends.cudnn.enabled:
             function = recurrent_layers.without_cudnn(function, self.answers)
         resized_known = name == "resize_" and self.is_known(given[0])
-        try:
-            made = function(*args, **kwargs)
-        except RuntimeError as error:
-            # The same error as its own cause, or as a variable here, would keep the tensors of an attempt that ran out
-            # of memory: a program that tries again with less would find less free memory than on a card.
-            if explained(error) is error:
-                raise
-            raise explained(error) from error
+        made = self._run(function, args, kwargs, given)
         if name == "resize_":  # it keeps the values, maybe in another storage
             self.mark(resized_known, made)
         else:
             self._note_results(function, name, args, kwargs, given, made)
         return made
+
+    def _run(self, function, args, kwargs, given):
+        """Call a function that may need a library for which the stub does not answer.
+
+        If values are assumed, the stub of cuFFT and cuSPARSE answers after their first refusal, with no workspace. For
+        other libraries, e.g. cuSOLVER, the result is made in its shape, unless a gradient will be needed.
+
+        Args:
+            function, args, kwargs: the function, e.g. `torch.linalg.qr`, and its arguments.
+            given: the tensors among the arguments.
+
+        Raises:
+            NeedsLibrary: values are not assumed, or the shape of the result is not known.
+        """
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            # The same error as its own cause, or as a variable here, would keep the tensors of an attempt that ran out
+            # of memory: a program that tries again with less would find less free memory than on a card.
+            if explained(error) is error:
+                raise
+            why = str(explained(error))
+            if not self.assumes:
+                raise explained(error) from error
+        self.answers[LIBRARIES] += 1
+        if "REHEARSAL_LIBRARIES" not in os.environ:
+            os.environ["REHEARSAL_LIBRARIES"] = "1"
+            return self._run(function, args, kwargs, given)
+        device = next((tensor.device for tensor in given if tensor.is_cuda), None)
+        if device is None or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)):
+            raise NeedsLibrary(why)
+        try:
+            shapes = on_cpu(function, args, kwargs, lambda tensor: torch.empty_like(tensor, device="meta"))
+        except (RuntimeError, TypeError) as error:
+            raise NeedsLibrary(why) from error
+        return tree_map_only(torch.Tensor, lambda each: torch.empty_like(each, device=device), shapes)
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
         """Compute the small device tensors that a function made from arguments on the host, and note them as known.

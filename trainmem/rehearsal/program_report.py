@@ -30,7 +30,7 @@ _REMEDIES = {
 }
 _ASSUMING = {  # comes before the remedy if values were not assumed
     "needs values": "add --assume, which assumes unknown values by fixed rules, or ",
-    "needs a library": "for recurrent layers add --assume, which runs torch's own kernels; otherwise ",
+    "needs a library": "add --assume, which counts no workspace of the library, or ",
 }
 
 

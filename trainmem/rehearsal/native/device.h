@@ -6,6 +6,7 @@
 //   REHEARSAL_DEVICES        number of devices
 //   REHEARSAL_NAME           their name
 //   REHEARSAL_LEDGER         a file that all processes of a rehearsal share
+//   REHEARSAL_LIBRARIES      1 if cuFFT and cuSPARSE are assumed to need no workspace; the program's process sets it
 //   CUDA_VISIBLE_DEVICES     as CUDA reads it, numbers and "GPU-..." names
 #pragma once
 #include <fcntl.h>
@@ -34,6 +35,7 @@ inline size_t total_bytes() { return (size_t)number("REHEARSAL_BYTES", 80L << 30
 inline size_t context_bytes() { return (size_t)number("REHEARSAL_CONTEXT_BYTES", 500L << 20); }
 inline int devices() { return (int)number("REHEARSAL_DEVICES", 1); }
 inline const char* name() { return getenv("REHEARSAL_NAME") ? getenv("REHEARSAL_NAME") : "rehearsed GPU"; }
+inline int unless_assumed(int status) { return number("REHEARSAL_LIBRARIES", 0) ? 0 : status; }
 constexpr size_t DRIVER_RESERVE = 600u << 20;  // NVML's older call counts it as used
 
 // Limits that depend only on the compute capability (CUDA Programming Guide, "Technical Specifications per Compute
