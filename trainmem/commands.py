@@ -244,7 +244,7 @@ def rehearse(
     if (words := rehearsal.own_command(common.invocation(context).words)) is not None:
         with _rehearsing():
             program = rehearsal.run(words, on, assumes=assume, output=2 if json_output else None)
-        common.answer(program.to_dict()) if json_output else typer.echo(repr(program), err=True)
+        common.answer(program.to_dict()) if json_output else typer.echo(f"\n{program!r}", err=True)
         return program.exit_code
     if function is None and model is None and context.args and not context.args[0].startswith("-"):
         raise ValueError(f"a command of yours needs -- before it: -- {' '.join(context.args)}")

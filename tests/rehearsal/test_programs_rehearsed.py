@@ -151,11 +151,19 @@ lengths = torch.tensor([3, 500], device="cuda")
 mask = (torch.arange(600, device="cuda") < lengths[:, None]).long()
 whole = torch.cat((torch.ones(2, 8, device="cuda"), mask), 1)  # as peft does for virtual tokens
 assert whole.dtype == torch.float32 and whole.sum() == 519 and not whole.all() and whole.bool()[1, :508].all()
+scores, targets = torch.randn(12000, 1, device="cuda"), torch.zeros(12000, dtype=torch.long, device="cuda")
+def peak(*inputs, **named):
+    torch.cuda.reset_peak_memory_stats()
+    torch.nn.functional.cross_entropy(*inputs, weight=torch.ones(1, device="cuda"), label_smoothing=0.1, **named)
+    return torch.cuda.max_memory_allocated()
+whole = peak(scores, targets)
+targets[:8000] = -100
+assert whole - peak(scores, target=targets) > 8000 * 8, "the loss selects the targets that count"
 """
 
 
 @pytest.mark.nightly
-def test_a_mask_of_floating_point_numbers_is_known(program):
+def test_masks_of_floating_point_numbers_and_those_inside_a_loss_are_known(program):
     run, printed = program(MASKS)
     assert run.status == "finished", printed.err
 

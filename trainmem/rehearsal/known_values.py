@@ -96,6 +96,8 @@ class Values(TorchFunctionMode):
         self._storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         # Weights of embeddings with sparse gradients, and whether the token ids of the forward pass are known.
         self._embeddings: list[tuple[weakref.ref, int, bool]] = []
+        # The targets that count in the last `cross_entropy`: with weights and label smoothing, it selects them.
+        self._targets = torch.empty(0, dtype=torch.bool, device="cpu")
         self._sent: dict[str, int] = {}  # group and kind of collective -> how many so far
 
     def is_known(self, tensor: torch.Tensor) -> bool | str:
@@ -193,6 +195,8 @@ class Values(TorchFunctionMode):
             kwargs = {**kwargs, "max": kwargs.get("min", 0) + 1}
         if self.assumes and on_device and name in recurrent_layers.FUNCTIONS and torch.backends.cudnn.enabled:
             function = recurrent_layers.without_cudnn(function, self.answers)
+        if name == "cross_entropy" and self.is_known(args[1]):
+            self._targets = memory_of(args[1]) != kwargs.get("ignore_index", -100)
         resized_known = name == "resize_" and self.is_known(given[0])
         made = self._run(function, args, kwargs, given)
         if name == "resize_":  # it keeps the values, maybe in another storage
@@ -481,6 +485,8 @@ class Values(TorchFunctionMode):
         Raises:
             NeedsValues: the values of the mask are unknown, and this object does not assume values (`assumes=False`).
         """
+        if not self.is_known(mask) and sys._getframe(1).f_code.co_name == "cross_entropy":
+            self.fill(mask, self._targets)
         if not self.is_known(mask):
             if not self.assumes:
                 raise NeedsValues(WHY)
