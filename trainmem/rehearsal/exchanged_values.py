@@ -7,18 +7,22 @@ Each function below is the context manager of one collective: it does its part b
 on all ranks of the group. It takes the collective's own arguments, by torch's names for them.
 """
 
+import collections
 import contextlib
 import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
+from trainmem.rehearsal.device_memory import memory_of, out_of_sight
 from trainmem.rehearsal.known_values import EXACT, LARGEST_FLOAT, Values
 
 LARGEST_SENT = 1 << 20  # bytes of whole numbers or booleans that the ranks exchange in one collective
+_sent = collections.Counter()  # group and kind of collective -> how many so far
 _REDUCE = {  # from the values of all ranks, stacked
     "SUM": lambda values: values.sum(0),
     "AVG": lambda values: values.sum(0) / len(values),
@@ -61,14 +65,14 @@ def install(mode: Values) -> None:
 
 @contextlib.contextmanager
 def _all_gather(mode: Values, tensor_list: list[Tensor], tensor: Tensor, group=None, **_) -> Iterator[None]:
-    sent = mode.packed(tensor)
+    sent = _packed(mode, tensor)
     yield
     _receive(mode, tensor_list, _from_all(mode, tensor, sent, group))
 
 
 @contextlib.contextmanager
 def _all_gather_in_one(mode: Values, output_tensor: Tensor, input_tensor: Tensor, group=None, **_) -> Iterator[None]:
-    sent = mode.packed(input_tensor)
+    sent = _packed(mode, input_tensor)
     yield
     if input_tensor.numel():
         parts = output_tensor.flatten().split(input_tensor.numel())
@@ -77,7 +81,7 @@ def _all_gather_in_one(mode: Values, output_tensor: Tensor, input_tensor: Tensor
 
 @contextlib.contextmanager
 def _gather(mode: Values, tensor: Tensor, gather_list: list[Tensor] | None = None, group=None, **_) -> Iterator[None]:
-    sent = mode.packed(tensor)
+    sent = _packed(mode, tensor)
     yield
     _receive(mode, gather_list or [], _from_all(mode, tensor, sent, group))
 
@@ -85,7 +89,7 @@ def _gather(mode: Values, tensor: Tensor, gather_list: list[Tensor] | None = Non
 @contextlib.contextmanager
 def _scatter(mode: Values, tensor: Tensor, scatter_list: list[Tensor] | None = None, group=None, **_) -> Iterator[None]:
     group = group or distributed.group.WORLD
-    sent = {rank: mode.packed(each) for rank, each in enumerate(scatter_list or [])}
+    sent = {rank: _packed(mode, each) for rank, each in enumerate(scatter_list or [])}
     yield
     if _is_sent(tensor, group.size()):
         _receive(mode, [tensor], _exchange(mode, group, "scatter", sent, [group.rank()]))
@@ -96,7 +100,7 @@ def _broadcast(mode: Values, tensor: Tensor, src=None, group=None, group_src=Non
     """Send the source rank's known values to all ranks; DeepSpeed checks that all ranks have the same values."""
     group = group or distributed.group.WORLD
     source = group_src if group_src is not None else distributed.get_group_rank(group, src or 0)
-    sent = {source: mode.packed(tensor)} if group.rank() == source else {}
+    sent = {source: _packed(mode, tensor)} if group.rank() == source else {}
     yield
     if _is_sent(tensor):
         _receive(mode, [tensor], _exchange(mode, group, "broadcast", sent, [source]))
@@ -104,7 +108,7 @@ def _broadcast(mode: Values, tensor: Tensor, src=None, group=None, group_src=Non
 
 @contextlib.contextmanager
 def _all_reduce(mode: Values, tensor: Tensor, op=distributed.ReduceOp.SUM, group=None, **_) -> Iterator[None]:
-    sent, reduced = mode.packed(tensor), _REDUCE.get(getattr(op, "name", ""))
+    sent, reduced = _packed(mode, tensor), _REDUCE.get(getattr(op, "name", ""))
     yield
     packed = _from_all(mode, tensor, sent, group) if reduced else []
     if packed and all(packed):
@@ -132,7 +136,7 @@ def _is_sent(tensor: Tensor, ranks: int = 1) -> bool:
 
 
 def _from_all(mode: Values, tensor: Tensor, sent: bytes, group) -> list[bytes]:
-    """Send this rank's values, `sent`, to all ranks of a group, and return what each rank sent: see `Values.packed`.
+    """Send this rank's values, `sent`, to all ranks of a group, and return what each rank sent: see `_packed`.
 
     Return an empty list if the tensors, which are like `tensor`, are too large to be exchanged.
     """
@@ -144,7 +148,7 @@ def _from_all(mode: Values, tensor: Tensor, sent: bytes, group) -> list[bytes]:
 def _receive(mode: Values, tensors: list[Tensor], packed: list[bytes]) -> None:
     """Write received values into tensors; if the values of one rank are unknown, note all tensors as unknown."""
     for content, tensor in zip(packed, tensors, strict=False):
-        mode.unpack(content if all(packed) else b"", tensor)
+        _unpack(mode, content if all(packed) else b"", tensor)
 
 
 def _exchange(mode: Values, group, kind: str, sent: dict[int, bytes], wanted: list[int]) -> list[bytes]:
@@ -157,7 +161,7 @@ def _exchange(mode: Values, group, kind: str, sent: dict[int, bytes], wanted: li
         sent: {key: content}.
         wanted: keys, which this or another rank of the group puts into the store.
     """
-    store, key = mode.next_key(group, kind)
+    store, key = _next_key(group, kind)
     for each, content in sent.items():
         store.set(f"{key} {each}", content)
     found = [store.get(f"{key} {each}") for each in wanted]
@@ -167,3 +171,29 @@ def _exchange(mode: Values, group, kind: str, sent: dict[int, bytes], wanted: li
     else:
         store.set(f"{key} read {group.rank()}", b"1")
     return found
+
+
+def _next_key(group, kind: str) -> tuple[Any, str]:
+    """Return the ranks' key-value store, and a key for the group's next collective of this kind."""
+    name = f"{group.group_name}, {kind}"
+    _sent[name] += 1
+    return distributed.distributed_c10d._get_default_store(), f"{name} {_sent[name]}"
+
+
+def _packed(mode: Values, tensor: Tensor) -> bytes:
+    """Return b"=" and a tensor's values as bytes; b"" if the values are unknown."""
+    with out_of_sight():
+        if not mode.is_known(tensor):
+            return b""
+        return b"=" + memory_of(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _unpack(mode: Values, content: bytes, tensor: Tensor) -> None:
+    """Write the values in `content`, a result of `_packed`, into `tensor`.
+
+    If `content` is b"" or has another size than `tensor`, note instead that the values of `tensor` are unknown.
+    """
+    if len(content) == 1 + tensor.nbytes > 1:
+        mode.fill(tensor, torch.frombuffer(bytearray(content[1:]), dtype=tensor.dtype).view(tensor.shape))
+    elif tensor.numel():
+        mode.mark(False, tensor)

@@ -39,7 +39,7 @@ from trainmem.rehearsal.device_memory import (
     out_of_sight,
     tensors_of,
 )
-from trainmem.rehearsal.needed_libraries import explained
+from trainmem.rehearsal.needed_libraries import explained, shaped
 from trainmem.unknown import CHECKS, Assumed, NeedsLibrary, NeedsValues, Unknown, passing_answer
 
 WHY = "a rehearsal computes no floating-point values"
@@ -98,7 +98,6 @@ class Values(TorchFunctionMode):
         self._embeddings: list[tuple[weakref.ref, int, bool]] = []
         # The targets that count in the last `cross_entropy`: with weights and label smoothing, it selects them.
         self._targets = torch.empty(0, dtype=torch.bool, device="cpu")
-        self._sent: dict[str, int] = {}  # group and kind of collective -> how many so far
 
     def is_known(self, tensor: torch.Tensor) -> bool | str:
         """Return whether all values of a tensor are known; `ASSUMED` if they were assumed or made from such values."""
@@ -232,14 +231,9 @@ class Values(TorchFunctionMode):
         if "REHEARSAL_LIBRARIES" not in os.environ:
             os.environ["REHEARSAL_LIBRARIES"] = "1"
             return self._run(function, args, kwargs, given)
-        device = next((tensor.device for tensor in given if tensor.is_cuda), None)
-        if device is None or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)):
+        if (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)) or not given:
             raise NeedsLibrary(why)
-        try:
-            shapes = on_cpu(function, args, kwargs, lambda tensor: torch.empty_like(tensor, device="meta"))
-        except (RuntimeError, TypeError) as error:
-            raise NeedsLibrary(why) from error
-        return tree_map_only(torch.Tensor, lambda each: torch.empty_like(each, device=device), shapes)
+        return shaped(function, args, kwargs, why)
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
         """Compute the small device tensors that a function made from arguments on the host, and note them as known.
@@ -256,7 +250,7 @@ class Values(TorchFunctionMode):
         """
         for tensor in tensors_of(made):
             copied = len(given) == 1 and given[0].shape == tensor.shape
-            known = tensor.is_cuda and _is_small(tensor, name) and (copied or (name in FACTORIES and not given))
+            known = tensor.is_cuda and is_small(tensor, name) and (copied or (name in FACTORIES and not given))
             if known and compute(function, args, kwargs, [tensor]):
                 self.mark(True, tensor)
 
@@ -294,7 +288,7 @@ class Values(TorchFunctionMode):
         if not fresh and not in_place:
             return  # views
         small = all(tensor.numel() <= LARGEST for tensor in given)
-        small = small and all(_is_small(tensor, name, given) for tensor in fresh)
+        small = small and all(is_small(tensor, name, given) for tensor in fresh)
         whole = small and name in _OVERWRITES and len(given[0].untyped_storage()) == given[0].nbytes
         sources = [] if name in FACTORIES else given[1:] if whole else given[:1] if name in _TAKES_TYPE else given
         found = {*map(self.is_known, sources)}
@@ -309,29 +303,6 @@ class Values(TorchFunctionMode):
             self.mark(False, *(tensor for tensor in given if tensor.dtype not in EXACT))
         elif in_place:
             self.mark(False, *tensors_of((args[:1], kwargs.get("out"))))
-
-    def next_key(self, group, kind: str) -> tuple[Any, str]:
-        """Return the ranks' key-value store, and a key for the group's next collective of this kind."""
-        name = f"{group.group_name}, {kind}"
-        self._sent[name] = self._sent.get(name, 0) + 1
-        return torch.distributed.distributed_c10d._get_default_store(), f"{name} {self._sent[name]}"
-
-    def packed(self, tensor: torch.Tensor) -> bytes:
-        """Return b"=" and a tensor's values as bytes; b"" if the values are unknown."""
-        with out_of_sight():
-            if not self.is_known(tensor):
-                return b""
-            return b"=" + memory_of(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-    def unpack(self, content: bytes, tensor: torch.Tensor) -> None:
-        """Write the values in `content`, a result of `packed`, into `tensor`.
-
-        If `content` is b"" or has another size than `tensor`, note instead that the values of `tensor` are unknown.
-        """
-        if len(content) == 1 + tensor.nbytes > 1:
-            self.fill(tensor, torch.frombuffer(bytearray(content[1:]), dtype=tensor.dtype).view(tensor.shape))
-        elif tensor.numel():
-            self.mark(False, tensor)
 
     def _has_no_sign(self, given: Any) -> bool:
         """Return whether no tensor and no number among the arguments `given` is negative."""
@@ -495,35 +466,9 @@ class Values(TorchFunctionMode):
             positions = (self._assumed(mask) if self.assumes else memory_of(mask)).nonzero()
         return self._arrive(positions.t().contiguous(), mask.device).t()
 
-    def coalesced(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a sparse tensor with each position once, in place of `aten._coalesce` for device tensors.
-
-        It allocates what torch's kernel allocates: flat positions, two more arrays of this size, memory for sorting.
-
-        Raises:
-            NeedsValues: the positions are unknown, and this object does not assume values (`assumes=False`).
-        """
-        old, values, count = tensor._indices(), tensor._values(), tensor._nnz()
-        is_known = self.is_known(old)
-        if not is_known and not self.assumes:
-            raise NeedsValues("a rehearsal does not know how many positions of a sparse tensor differ")
-        if not is_known:
-            self.answers["positions of a sparse tensor, all differ"] += 1
-        with out_of_sight():
-            flat = old.sum(0)
-            working = [torch.empty_like(flat), torch.empty_like(flat), flat.new_empty(2 * count)]
-            positions = memory_of(old).unique(dim=1) if is_known else memory_of(old)
-            del working[2]
-            flat.resize_(1, positions.shape[1])
-            made = values.new_empty((positions.shape[1], *values.shape[1:]))
-            indices = flat if len(old) == 1 else old.new_empty(positions.shape)
-            if is_known:
-                self.fill(indices, positions)
-            return torch.sparse_coo_tensor(indices, made, tensor.shape, is_coalesced=True, check_invariants=False)
-
     def _arrive(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         on_device = tensor.to(device)
-        if _is_small(on_device, "to"):
+        if is_small(on_device, "to"):
             self.fill(on_device, tensor)
         return on_device
 
@@ -537,34 +482,11 @@ class Values(TorchFunctionMode):
         self.mark(known, tensor)
 
 
-class LegacyType:
-    """Replace an old type of CUDA tensors, e.g. `torch.cuda.LongTensor`; note small tensors made from numbers as known.
-
-    `plain`: the type that is replaced. `values`: the process's `Values`.
-    """
-
-    def __init__(self, plain: type, values: Values):
-        self.plain, self.values = plain, values
-
-    def __call__(self, *args, **kwargs) -> torch.Tensor:
-        made = self.plain(*args, **kwargs)
-        is_data = args and not isinstance(args[0], int | torch.Tensor | torch.Size)
-        if is_data and _is_small(made, "") and not any(isinstance(leaf, Unknown) for leaf in tree_leaves(args)):
-            self.values.mark(True, made)
-        return made
-
-    def __instancecheck__(self, tensor) -> bool:
-        return isinstance(tensor, self.plain)
-
-    def __getattr__(self, name: str):
-        return getattr(self.plain, name)
-
-
-def _legacy_type(kind: Any) -> LegacyType | None:
-    """Return an old type of CUDA tensors, given by itself or by its name, e.g. "torch.cuda.LongTensor"."""
+def _legacy_type(kind: Any) -> Any | None:
+    """Return a replaced old type of CUDA tensors, given by itself or by its name, e.g. "torch.cuda.LongTensor"."""
     if isinstance(kind, str) and kind.startswith("torch.cuda."):
         kind = getattr(torch.cuda, kind.rpartition(".")[2], None)
-    return kind if isinstance(kind, LegacyType) else None
+    return kind if hasattr(kind, "plain") else None
 
 
 def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
@@ -579,7 +501,7 @@ def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
     return True
 
 
-def _is_small(tensor: torch.Tensor, made_by: str, given: Sequence[torch.Tensor] = ()) -> bool:
+def is_small(tensor: torch.Tensor, made_by: str, given: Sequence[torch.Tensor] = ()) -> bool:
     """Return whether a tensor has few enough elements to be computed: at most `LARGEST`, or `LARGEST_FLOAT` if it holds
     floats.
 

@@ -1,5 +1,12 @@
 """Explain errors of CUDA's libraries in a rehearsal, which does not know how much memory these libraries would take."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from trainmem.rehearsal.device_memory import on_cpu
 from trainmem.unknown import NeedsLibrary
 
 # CUDA libraries by their names in torch's messages; the stub answers only the calls in answers.toml and libraries.cpp.
@@ -18,3 +25,20 @@ def explained(error: RuntimeError) -> RuntimeError:
     found = next((name for word, name in _LIBRARIES.items() if word in text), "the CUDA runtime")
     first = str(error).partition(". ")[0].partition("(")[0]
     return NeedsLibrary(f"a rehearsal does not know the memory that {found} takes here ({first})")
+
+
+def shaped(function: Callable, args: tuple, kwargs: dict, why: str) -> Any:
+    """Return the result of a function of the device in its shape, without values and without calling a CUDA library.
+
+    Args:
+        function, args, kwargs: the function, e.g. `torch.linalg.qr`, and its arguments.
+        why: the message of the error.
+
+    Raises:
+        NeedsLibrary: torch does not know the shape of the result.
+    """
+    try:
+        shapes = on_cpu(function, args, kwargs, lambda tensor: torch.empty_like(tensor, device="meta"))
+    except (RuntimeError, TypeError) as error:
+        raise NeedsLibrary(why) from error
+    return tree_map_only(torch.Tensor, lambda each: torch.empty_like(each, device="cuda"), shapes)

@@ -19,8 +19,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from trainmem.rehearsal import exchanged_values, process_recorder
-from trainmem.rehearsal.device_memory import memory_of
-from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, LegacyType, Values
+from trainmem.rehearsal.device_memory import memory_of, out_of_sight
+from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, Values, is_small
 from trainmem.rehearsal.needed_libraries import explained
 from trainmem.unknown import NeedsLibrary, NeedsValues, Unknown
 
@@ -161,7 +161,7 @@ def install() -> None:
         mode.library = torch.library.Library("aten", "IMPL")  # kept alive: the kernel goes with it
         mode.library.impl("nonzero", mode.positions, "CUDA")
         mode.library.impl("_linalg_check_errors", lambda *_, **__: None, "CUDA")  # no solver ran that could have failed
-        mode.library.impl("_coalesce", mode.coalesced, "SparseCUDA")
+        mode.library.impl("_coalesce", functools.partial(_coalesced, mode), "SparseCUDA")
     torch.Tensor.any = any_outlier
     torch.compiler.set_stance("force_eager")  # code compiled by Triton cannot be loaded: run it uncompiled
     torch.nn.init._no_grad_trunc_normal_ = fill
@@ -191,3 +191,55 @@ def _note_kernels(mode: Values) -> None:
         return made
 
     kernels.run = launched
+
+
+def _coalesced(mode: Values, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor with each position once, in place of `aten._coalesce` for device tensors.
+
+    It allocates what torch's kernel allocates: flat positions, their order twice, and scratch memory to sort them.
+
+    Raises:
+        NeedsValues: the positions are unknown, and this object does not assume values (`assumes=False`).
+    """
+    old, values, count = tensor._indices(), tensor._values(), tensor._nnz()
+    is_known = mode.is_known(old)
+    if not is_known and not mode.assumes:
+        raise NeedsValues("a rehearsal does not know how many positions of a sparse tensor differ")
+    if not is_known:
+        mode.answers["positions of a sparse tensor, all differ"] += 1
+    with out_of_sight():
+        flat = old.sum(0)
+        working = [torch.empty_like(flat), torch.empty_like(flat), flat.new_empty(2 * count)]
+        positions = memory_of(old).unique(dim=1) if is_known else memory_of(old)
+        del working[2]
+        flat.resize_(1, positions.shape[1])
+        made = values.new_empty((positions.shape[1], *values.shape[1:]))
+        indices = flat if len(old) == 1 else old.new_empty(positions.shape)
+        if is_known:
+            mode.fill(indices, positions)
+        return torch.sparse_coo_tensor(indices, made, tensor.shape, is_coalesced=True, check_invariants=False)
+
+
+class LegacyType:
+    """Replace an old type of CUDA tensors, e.g. `torch.cuda.LongTensor`, so that what it makes from numbers is known.
+
+    Args:
+        plain: the type.
+        values: the process's `Values`.
+    """
+
+    def __init__(self, plain: type, values: Values):
+        self.plain, self.values = plain, values
+
+    def __call__(self, *args, **kwargs) -> torch.Tensor:
+        made = self.plain(*args, **kwargs)
+        is_data = args and not isinstance(args[0], int | torch.Tensor | torch.Size)
+        if is_data and is_small(made, "") and not any(isinstance(leaf, Unknown) for leaf in tree_leaves(args)):
+            self.values.mark(True, made)
+        return made
+
+    def __instancecheck__(self, tensor) -> bool:
+        return isinstance(tensor, self.plain)
+
+    def __getattr__(self, name: str):
+        return getattr(self.plain, name)
