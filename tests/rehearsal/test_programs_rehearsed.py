@@ -187,7 +187,7 @@ class Strange(Exception):
 try:
     raise KeyError("first")
 except KeyError:
-    raise Strange("second")
+    raise Strange("====\\nsecond (see above):\\nno module")
 """
 
 
@@ -196,7 +196,7 @@ def test_updates_are_counted_once_per_step_a_monitor_reads_zeros_and_any_error_i
     run, printed = program(MONITORED)
     (process,) = run.processes
     assert process["steps"] == 3 and printed.out.startswith("0 0 0 0\n0, 0, ") and "[N/A]" in printed.out, printed
-    assert run.status == "failed" and process["error"]["message"] == "Strange: second"
+    assert run.status == "failed" and process["error"]["message"] == "Strange: second (see above): no module"
 
 
 SAVING = """
@@ -415,6 +415,20 @@ def main(rank, ranks):
     assert total.tolist() == [sum(wanted) + ranks, 5 * ranks] and most.item() == (ranks - 1) / 2
     layer = torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm1d(4)).cuda()
     layer(torch.randn(3, 4, device="cuda")).sum().backward()
+    number, near = torch.tensor([rank + 5], device="cuda"), torch.zeros(1, dtype=torch.long, device="cuda")
+    ends = {"peer": (rank + 1) % ranks}, {"peer": (rank - 1) % ranks}
+    if ranks > 1:
+        both = [dist.P2POp(dist.irecv, near, **ends[1]), dist.P2POp(dist.isend, number, **ends[0])]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        assert near.item() == (rank - 1) % ranks + 5
+        if rank == 0:
+            dist.send(number, 1)
+            dist.send_object_list([mine], 1)
+        elif rank == 1:
+            dist.recv(near, 0)
+            dist.recv_object_list(sent, 0)
+            assert near.item() == 5 and sent[0]["rank"] == 0
     loss = torch.randn(1, device="cuda")
     dist.all_reduce(loss)
     assert repr(loss.item()) == "unknown"

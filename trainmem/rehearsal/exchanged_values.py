@@ -56,6 +56,7 @@ def install(mode: Values) -> None:
 
     exchanges = {"all_gather": _all_gather, "gather": _gather, "scatter": _scatter, "broadcast": _broadcast}
     exchanges |= {"all_reduce": _all_reduce, "barrier": _barrier}
+    exchanges |= {"send": _send, "recv": _recv, "batch_isend_irecv": _send_and_receive}
     exchanges |= {name: _all_gather_in_one for name in ("all_gather_single", "all_gather_into_tensor")}
     for name, exchange in exchanges.items():
         if plain := getattr(module, name, None):  # all_gather_single: since torch 2.15
@@ -125,6 +126,50 @@ def _barrier(mode: Values, group=None, **_) -> Iterator[None]:
     yield
     group = group or distributed.group.WORLD
     _exchange(mode, group, "barrier", {group.rank(): b"="}, [*range(group.size())])
+
+
+@contextlib.contextmanager
+def _send(mode: Values, tensor: Tensor, dst=None, group=None, tag=0, group_dst=None) -> Iterator[None]:
+    _between_two(mode, tensor, group, group_dst, dst, is_sender=True)
+    yield
+
+
+@contextlib.contextmanager
+def _recv(mode: Values, tensor: Tensor, src=None, group=None, tag=0, group_src=None) -> Iterator[None]:
+    yield
+    _between_two(mode, tensor, group, group_src, src, is_sender=False)
+
+
+@contextlib.contextmanager
+def _send_and_receive(mode: Values, p2p_op_list: list) -> Iterator[None]:
+    """Send everything before waiting for anything, because the other rank may do the same."""
+    yield
+    for is_sender in (True, False):
+        for each in (each for each in p2p_op_list if (each.op.__name__ == "isend") == is_sender):
+            _between_two(mode, each.tensor, each.group, each.group_peer, None, is_sender)
+
+
+def _between_two(mode: Values, tensor: Tensor, group, peer: int | None, rank: int | None, is_sender: bool) -> None:
+    """Send a small tensor of whole numbers to another rank, or wait for it, e.g. for the description of an object.
+
+    Args:
+        mode: this process's `Values`.
+        tensor: the tensor to send or to write into.
+        group, peer: the group and the other rank's number in it; None: take `rank`.
+        rank: the other rank's number among all; None: any rank, whose values stay unknown.
+        is_sender: whether this rank sends.
+    """
+    group = group or distributed.group.WORLD
+    if peer is None and rank is not None:
+        peer = distributed.get_group_rank(group, rank)
+    if peer is None or tensor.dtype not in EXACT or tensor.nbytes > LARGEST_SENT:
+        return
+    ends = (group.rank(), peer) if is_sender else (peer, group.rank())
+    store, key = _next_key(group, "{} to {}".format(*ends))
+    if is_sender:
+        store.set(key, _packed(mode, tensor))
+    else:
+        _unpack(mode, store.get(key), tensor)
 
 
 def _is_sent(tensor: Tensor, ranks: int = 1) -> bool:

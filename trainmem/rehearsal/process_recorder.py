@@ -192,13 +192,14 @@ def described(error: BaseException) -> dict[str, str]:
     kinds += [(each, kind) for each in chain for of, kind in KINDS.items() if f"{of.__name__}: " in str(each)]
     kinds += [(each, KINDS[NeedsLibrary]) for each in chain if "not answered in a rehearsal" in str(each)]
     cause, kind = kinds[0] if kinds else (error, "failed")
-    lines = str(cause).strip().splitlines() or [""]
+    lines = [line for line in str(cause).strip().splitlines() if any(map(str.isalnum, line))] or [""]
+    first = " ".join(lines[: 1 + lines[0].endswith(":")])  # with what follows a colon, e.g. why an import failed
     elsewhere = [
         traceback.FrameSummary(file, int(line), name, line=code)
         for file, line, name, code in _FRAME.findall(str(cause))
     ]
     frames = [frame for each in reversed(chain) for frame in reversed(traceback.extract_tb(each.__traceback__))]
-    text = lines[-1] if elsewhere else f"{type(cause).__name__}: {lines[0]}"
+    text = lines[-1] if elsewhere else f"{type(cause).__name__}: {first}"
     return {"kind": kind, "message": text[:500], "line": _line([*reversed(elsewhere), *frames])}
 
 
