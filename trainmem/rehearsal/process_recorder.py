@@ -28,6 +28,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,7 @@ def install(values, folder: str) -> None:
         return plain(model, *args, **kwargs)
 
     _replace(torch, "compile", compile_nothing)
+    warnings.filterwarnings("ignore", ".*when there are global hooks on modules")  # these are the recorder's
     _refuse_uploads()
     unwritten_files.install(recorder.files, values)
     os.register_at_fork(after_in_child=recorder.begin)

@@ -112,6 +112,14 @@ def install() -> None:
             mode.fill(found, False)
         return found
 
+    compiled = torch.compile
+
+    @functools.wraps(compiled)
+    def uncompiled(*args, **kwargs):
+        """Do as `torch.compile` does, but let the result run uncompiled: what Triton compiles cannot be loaded here."""
+        torch.compiler.set_stance("force_eager")  # not before: it imports torch._dynamo, 1.5 seconds in each process
+        return compiled(*args, **kwargs)
+
     grouped_product = torch._grouped_mm
 
     def of_groups(first, second, offs=None, **options):
@@ -163,7 +171,7 @@ def install() -> None:
         mode.library.impl("_linalg_check_errors", lambda *_, **__: None, "CUDA")  # no solver ran that could have failed
         mode.library.impl("_coalesce", functools.partial(_coalesced, mode), "SparseCUDA")
     torch.Tensor.any = any_outlier
-    torch.compiler.set_stance("force_eager")  # code compiled by Triton cannot be loaded: run it uncompiled
+    torch.compile = uncompiled
     torch.nn.init._no_grad_trunc_normal_ = fill
     torch.testing.assert_close = close
     threading.Thread.run = entered(threading.Thread.run)
