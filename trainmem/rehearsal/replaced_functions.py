@@ -204,7 +204,7 @@ def _note_kernels(mode: Values) -> None:
 def _coalesced(mode: Values, tensor: torch.Tensor) -> torch.Tensor:
     """Return a sparse tensor with each position once, in place of `aten._coalesce` for device tensors.
 
-    It allocates what torch's kernel allocates: flat positions, their order twice, and scratch memory to sort them.
+    It allocates what torch's kernel allocates: flat positions, two more arrays of this size, memory for sorting.
 
     Raises:
         NeedsValues: the positions are unknown, and this object does not assume values (`assumes=False`).
@@ -229,11 +229,9 @@ def _coalesced(mode: Values, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class LegacyType:
-    """Replace an old type of CUDA tensors, e.g. `torch.cuda.LongTensor`, so that what it makes from numbers is known.
+    """Replace an old type of CUDA tensors, e.g. `torch.cuda.LongTensor`; note small tensors made from numbers as known.
 
-    Args:
-        plain: the type.
-        values: the process's `Values`.
+    `plain`: the type that is replaced. `values`: the process's `Values`.
     """
 
     def __init__(self, plain: type, values: Values):
