@@ -43,7 +43,7 @@ def test_an_assumed_number_is_ordinary_and_each_comparison_with_it_is_false():
     assert isinstance(pickle.loads(pickle.dumps(loss)), Assumed)
 
 
-class Asked:
+class Query:
     """Pass each check that needs the truth value of this object; raise an error if no check needs it."""
 
     def __bool__(self) -> bool:
@@ -54,46 +54,46 @@ class Asked:
 
 # As text, because pytest would rewrite `assert`.
 CHECKS = """
-def checked(asked, known=True):
-    assert asked, f"{asked} is wrong"
-    if not asked:
+def checked(query, known=True):
+    assert query, f"{query} is wrong"
+    if not query:
         raise ValueError("wrong")
-    if known and not bool(asked):
-        message = "%s is wrong" % asked
+    if known and not bool(query):
+        message = "%s is wrong" % query
         raise ValueError(message) from None
-    if asked:
+    if query:
         pass_on = known
     else:
-        raise ValueError(", ".join(str(each) for each in (asked, known)))
-    assert known is None or asked
+        raise ValueError(", ".join(str(each) for each in (query, known)))
+    assert known is None or query
     return pass_on
 
-def unwanted(asked):
-    if asked or asked is None:
-        raise ValueError(f"unwanted: {asked!r:>3}")
-    assert not asked
+def unwanted(query):
+    if query or query is None:
+        raise ValueError(f"unwanted: {query!r:>3}")
+    assert not query
 
-def checked_by_a_function(asked):
-    assert is_so(asked)
-    if not is_so(asked):
+def checked_by_a_function(query):
+    assert is_so(query)
+    if not is_so(query):
         raise ValueError
 
-def is_so(asked):
-    return bool(asked)
+def is_so(query):
+    return bool(query)
 """
 CHOICES = """
-def chosen(asked):
-    return 1 if asked else 2
+def chosen(query):
+    return 1 if query else 2
 
-def counted(asked):
+def counted(query):
     for _ in range(2):
-        if asked:
+        if query:
             break
     else:
         raise ValueError
 
-def is_so(asked):
-    return bool(asked)
+def is_so(query):
+    return bool(query)
 """
 
 
@@ -105,13 +105,13 @@ def functions(source):
 
 def test_a_check_is_passed_by_the_answer_that_raises_no_error():
     for check in functions(CHECKS)[:-1] * 20:  # the last one only returns; often, so that Python adapts its code
-        check(Asked())
+        check(Query())
 
 
 @pytest.mark.parametrize("function", functions(CHOICES))
 def test_a_choice_is_no_check(function):
     with pytest.raises(NotImplementedError):
-        bool(function(Asked()))
+        bool(function(Query()))
 
 
 def test_an_assumed_number_passes_checks():
