@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 13_159, 99),
+    ("trainmem", ["trainmem/**/*.py"], 13_194, 99),
     ("  core", ["trainmem/core/*.py"], 2_180, 15),
     ("  measure", ["trainmem/measure/*.py"], 2_214, 15),
     ("  estimate", ["trainmem/estimate/*.py"], 4_933, 37),
-    ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_560, 15),
+    ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_650, 15),
     ("  advise", ["trainmem/advise/*.py"], 1_129, 8),
-    ("  what all share", ["trainmem/*.py"], 1_176, 9),
+    ("  what all share", ["trainmem/*.py"], 1_151, 9),
     ("perf_helpers", ["perf_helpers/**/*.py"], 4_100, 38),
     ("  lab", ["perf_helpers/lab/*.py"], 617, 5),
     ("  course", ["perf_helpers/course/*.py"], 1_059, 10),
