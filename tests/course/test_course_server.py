@@ -1,6 +1,6 @@
 """The server of a course imports the libraries once, for all processes of the course.
 
-It forks itself to run a Python module, or to give a process of the course a fork server of its own.
+It forks itself to perform an experiment or to run a Python module.
 """
 
 import contextlib
@@ -16,23 +16,25 @@ from perf_helpers.course import course_server
 
 
 @pytest.mark.nightly
-def test_processes_of_a_course_share_one_import_and_each_has_a_server_of_its_own():
-    code = "from trainmem.measure import processes; import os\n"
+def test_processes_of_a_course_share_one_server_which_ends_their_experiments_with_them():
+    code = "from trainmem.measure import processes; from trainmem.measure.forkserver import CleanProcess\n"
+    code += "import os, time\n"
     code += "ask = lambda tell: [os.getppid(), 'PERF_HELPERS_SERVER' in os.environ]\n"
-    code += "print(*processes.call(ask, timeout=300), *processes.call(ask, timeout=300), flush=True); input()"
+    code += "last = CleanProcess(lambda tell: time.sleep(600))\n"
+    code += "print(*processes.call(ask, timeout=300), last.pid, flush=True); input()"
     with course_server.shared() as variables:
         options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": os.environ | variables}
         two = [subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(2)]
         answers = [one.stdout.readline().split() for one in two]
-        servers = [psutil.Process(int(answer[0])) for answer in answers]
-        assert all(answer[0] == answer[2] and answer[1] == answer[3] == "False" for answer in answers)
-        assert servers[0].pid != servers[1].pid and servers[0].ppid() == servers[1].ppid()
-        server_of_course = servers[0].parent()
-        two[0].kill()  # with the connection its server ends, and no other
+        servers = {server for server, *_ in answers}
+        assert len(servers) == 1 and all(has_address == "False" for _, has_address, _ in answers)
+        experiments = [psutil.Process(int(experiment)) for *_, experiment in answers]
+        two[0].kill()  # with its connections its experiment ends, and no other
         two[0].wait()
-        servers[0].wait(30)
-        assert servers[1].is_running()
-    for process in (servers[1], server_of_course):
+        experiments[0].wait(30)
+        assert experiments[1].is_running()
+        server_of_course = psutil.Process(int(servers.pop()))
+    for process in (experiments[1], server_of_course):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.wait(30)
     two[1].communicate("\n")

@@ -220,8 +220,8 @@ def test_a_rank_that_gives_no_answer_is_left_out_and_no_other_process_is_signall
     signalled = []
     monkeypatch.setattr(stack_dumps.os, "kill", lambda *arguments: signalled.append(arguments))
     (tmp_path / "0.stack").write_text(f"{os.getpid()} 1\n")
-    assert stack_dumps.query(str(tmp_path), session=os.getsid(0) + 1, seconds=0.1) == {} and signalled == []
-    assert stack_dumps.query(str(tmp_path), session=os.getsid(0), seconds=0.1) == {} and len(signalled) == 1
+    assert stack_dumps.query(str(tmp_path), group=os.getpgid(0) + 1, seconds=0.1) == {} and signalled == []
+    assert stack_dumps.query(str(tmp_path), group=os.getpgid(0), seconds=0.1) == {} and len(signalled) == 1
     assert stack_dumps.described({}) == ""
 
 

@@ -35,19 +35,19 @@ def answer_signals(folder: str, rank: int) -> None:
     faulthandler.register(_SIGNAL, file, all_threads=True)
 
 
-def query(folder: str, session: int, seconds: float = 2) -> dict[int, list[FrameSummary]]:
+def query(folder: str, group: int, seconds: float = 2) -> dict[int, list[FrameSummary]]:
     """Return {rank: stack of its main thread, innermost frame first}; a rank that does not answer is left out.
 
     Args:
         folder: the folder that the ranks passed to `answer_signals`.
-        session: id of the ranks' session; no process of another session gets a signal.
+        group: id of the ranks' process group; no process of another group gets a signal.
         seconds: how long to wait for the answers.
     """
     found, waiting = {}, {}
     for path in Path(folder).glob("*.stack"):
         with contextlib.suppress(OSError, ValueError):
             pid, thread = map(int, path.read_text().split()[:2])
-            if os.getsid(pid) == session:
+            if os.getpgid(pid) == group:
                 os.kill(pid, _SIGNAL)
                 waiting[int(path.stem)] = path, thread
     until = time.monotonic() + seconds

@@ -1,7 +1,7 @@
-"""Receive one job, perform it and send its result. This is the fresh subprocess that the fork server has forked.
+"""Perform one job and send its result. This is the fresh subprocess that the fork server has forked.
 
 The server (`server_process`) calls `be_clean_process`, which does not return. The caller's side is in `forkserver`: it
-sends the job and reads the result.
+sends the job to the server, and reads the result.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ _SHORT = 80  # bytes of a folder's path that leave room for a socket's name in i
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Hold everything that a fresh subprocess receives: its pickled job, and the working folder, environment, import
-    path and number of threads of its caller.
+    """Hold what a fresh subprocess needs: its pickled job, and the working folder, environment, import path and number
+    of threads of its caller.
     """
 
     job: bytes  # pickled by cloudpickle
@@ -47,30 +47,29 @@ class Assignment:
     threads: int | None  # to compute with; None: torch's default
 
 
-def be_clean_process(channel: int, output: int, errors: int) -> NoReturn:
-    """Perform the job that arrives through the channel, in a newly forked process, and end the process.
+def be_clean_process(channel: int, output: int, errors: int, assignment: Assignment) -> NoReturn:
+    """Perform a job in this newly forked process, send its result through the channel, and end the process.
 
-    The arguments are file descriptors: of the channel, and of the files for standard output and standard error.
+    `channel`, `output`, `errors`: file descriptors of the channel, and of the files for standard output and standard
+    error.
     """
     code = 1
     try:
-        os.setsid()
         die_with_parent()
         adopt_orphans()
         os.dup2(output, 1)
         os.dup2(errors, 2)
         with contextlib.suppress(OSError):  # if memory runs out, the kernel should kill this process, not the notebook
             Path("/proc/self/oom_score_adj").write_text("800")
-        _perform(connection.Connection(channel))
+        _perform(assignment, connection.Connection(channel))
         code = 0
     finally:
         flush()
         os._exit(code)
 
 
-def _perform(channel: connection.Connection) -> None:
-    """Receive an `Assignment` from the channel, perform its job, and send the result."""
-    assignment: Assignment = channel.recv()
+def _perform(assignment: Assignment, channel: connection.Connection) -> None:
+    """Perform the job of an assignment, and send the result through the channel."""
     _move_to(assignment)
     on_step = _stopping(channel, *assignment.turn) if assignment.turn else _reporting(channel)
     quiet.ASKING.ask = functools.partial(_ask_for_a_quiet_machine, channel)

@@ -7,13 +7,13 @@ process has a module:
 
 - the caller: this module. `SERVER` is its server, a `CleanProcess` is one job from its start to its end.
 - the server: `server_process`. It has imported torch but touched no device; it forks, and collects ended processes.
-- the fresh subprocess: `forked`. It receives the job, performs it, and sends the result.
-- the server of a whole course: `course.course_server`. It forks the servers of the lessons, which share one import.
+- the fresh subprocess: `forked`. It performs the job, and sends the result.
+- the server of a whole course: `course.course_server`. It forks for all lessons, which share one import.
 
-No process outlives its parent, even if the parent is killed. A fresh subprocess has a session of its own, and asks the
-kernel to end it when the server ends. The server ends when the connection to its caller closes; it adopts and ends
-processes that a fresh subprocess left in other sessions. Each fresh subprocess has a folder for its files. The caller
-removes this folder when it closes the `CleanProcess`; if the caller ends before that, the server removes the folder.
+Each fresh subprocess has its own connection between caller and server. No process outlives its caller, even if the
+caller is killed: a fresh subprocess ends with its connection, and the server with the caller. A fresh subprocess has a
+process group of its own, and asks the kernel to end it when the server ends. The server adopts and ends processes that
+a fresh subprocess left in other groups, and removes the folder that each fresh subprocess has for its files.
 """
 
 import atexit
@@ -22,11 +22,12 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection, reduction
 from typing import Any
 
@@ -67,12 +68,12 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str]):
         self.measuring: set[int] = set()  # ids of fresh subprocesses with an active meter
-        self.running: _RunningServer | None = None
+        self.running: RunningServer | None = None
         self._preload = preload
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
-    def start(self, with_bitsandbytes: bool = False) -> None:
-        """Start a server, without waiting for it, unless a usable one is running.
+    def start(self, with_bitsandbytes: bool = False) -> "RunningServer":
+        """Return a usable server; if there is none, start one, without waiting for it.
 
         A server that was started before the last call of `optional_packages.offer` is replaced, because its libraries
         cannot find the package that this call offered. The fresh subprocesses of the old server continue.
@@ -81,41 +82,26 @@ class ForkServer:
             with_bitsandbytes: import bitsandbytes after the first fork, because later jobs will need it.
         """
         with self._lock:
-            if self.running and self.running.is_up_to_date():
-                return
-            self._leave()
-            self.running = _RunningServer(self._preload, with_bitsandbytes)
-
-    def fork(self, descriptors: list[int], folder: str, job: bytes) -> "tuple[_RunningServer, int]":
-        """Fork a fresh subprocess; return (the server that forked it, the subprocess's process id).
-
-        Args:
-            descriptors: file descriptors of the subprocess's channel, standard output and standard error.
-            folder: folder for the subprocess's files.
-            job: the pickled job; if its bytes name bitsandbytes, the server imports this package before the fork,
-                unless the machine has GPUs.
-        """
-        with self._lock:
-            try:
-                return self._fork(descriptors, folder, job)
-            except (OSError, EOFError):  # the server was killed: start a new one
-                self._leave()
-                return self._fork(descriptors, folder, job)
-            except KeyboardInterrupt:  # the pending answer would be taken for the next request's
-                if self.running:
+            if not self.running or not self.running.is_up_to_date():
+                if self.running and not self.running.forks:
                     self.running.end()
-                self.running = None
-                raise
+                # The course's server cannot find packages that this process has added.
+                address = "" if optional_packages.offered() else course_address(os.environ)
+                self.running = RunningServer(self._preload, with_bitsandbytes, address=address)
+            return self.running
 
-    def _fork(self, descriptors: list[int], folder: str, job: bytes) -> "tuple[_RunningServer, int]":
-        self.start()
-        return self.running, self.running.fork(descriptors, folder, bool(_BITSANDBYTES.search(job)))
-
-    def _leave(self) -> None:
-        """Forget the present server, and end it unless one of its fresh subprocesses is still in use."""
-        if self.running and not self.running.is_needed():
-            self.running.end()
-        self.running = None
+    def fork(
+        self, request: server_process.Request, descriptors: list[int]
+    ) -> "tuple[RunningServer, connection.Connection, int]":
+        """Fork a fresh subprocess; return (its server, its connection, its process id), see `requested`."""
+        server = self.start()
+        try:
+            return server, *requested(server.address, request, descriptors)
+        except (OSError, EOFError):  # the server was killed: start a new one
+            with self._lock:
+                self.running = None if self.running is server else self.running
+            server = self.start()
+            return server, *requested(server.address, request, descriptors)
 
     def forks(self) -> list[int]:
         """Return the process ids of the present server's fresh subprocesses whose `CleanProcess` is not closed yet."""
@@ -128,131 +114,116 @@ class ForkServer:
                 os.killpg(pid, signal.SIGKILL)
 
 
-class _RunningServer:
-    """Start one server, and send it requests through a connection.
-
-    In a course the new server is a fork of the course's server. It is a fresh interpreter instead if this process has
-    added packages by `optional_packages.offer`, because the course's server cannot find these packages.
+class RunningServer:
+    """Start a server, and end it with this process.
 
     Args:
         preload: names of the modules that the server imports.
         with_bitsandbytes: import bitsandbytes, too, after the first fork.
+        environment: the server's environment variables in addition to this process's; None: none.
+        address: use the server at this address; "": start one.
     """
 
-    def __init__(self, preload: Sequence[str], with_bitsandbytes: bool):
-        self.forks: set[int] = set()  # ids of its fresh subprocesses, until `exit_code` is called for them
-        self.process: subprocess.Popen | None = None  # None: a fork of the course's server
+    def __init__(
+        self,
+        preload: Sequence[str],
+        with_bitsandbytes: bool = False,
+        environment: Mapping[str, str] | None = None,
+        address: str = "",
+    ):
+        self.forks: dict[int, CleanProcess] = {}  # by process id, until they are closed
+        self.address = address
+        self.process: subprocess.Popen | None = None  # None: the server of another process
         self._owner = os.getpid()
         self._offered = optional_packages.offered()  # folders of packages that its libraries may use
-        self._lock = threading.RLock()  # one request at a time
-        self._control = None if self._offered else _joined_course()
-        if not self._control:
-            self._control, child_end = multiprocessing.Pipe()
-            arguments = child_end.fileno(), [*preload], with_bitsandbytes
-            self.process = start_interpreter(server_process.serve, *arguments, inherited=child_end.fileno())
-            child_end.close()
-        atexit.register(self.end)
+        if not address:
+            self._start([*preload], with_bitsandbytes, environment or {})
+            atexit.register(self.end)
+
+    def _start(self, preload: list[str], with_bitsandbytes: bool, environment: Mapping[str, str]) -> None:
+        self.address = os.path.join(tempfile.mkdtemp(prefix="perf_helpers-", dir=quiet.short_folder()), "server")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen(64)
+            arguments = listener.fileno(), self._owner, preload, with_bitsandbytes
+            code = f"import sys; sys.path[:] = {sys.path!r}; from {server_process.__name__} import serve"
+            own = forked.NO_DEVICE_BEFORE_FORKS | {"TOKENIZERS_PARALLELISM": "false"}
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"{code}; serve(*{arguments!r})"],
+                pass_fds=[listener.fileno()],
+                env=_DEFAULTS | os.environ | environment | own,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def is_up_to_date(self) -> bool:
         """Return whether the server is alive, belongs to this process, and was started after the last call of
         `optional_packages.offer`.
         """
-        return self._lives() and self._offered == optional_packages.offered()
-
-    def is_needed(self) -> bool:
-        """Return whether the server is alive and has a fresh subprocess for which `exit_code` was not yet called."""
-        return bool(self.forks) and self._lives()
-
-    def _lives(self) -> bool:
-        with self._lock:  # without a pending request the connection is readable only at its end
-            return self._owner == os.getpid() and not self._control.closed and not self._control.poll()
-
-    def fork(self, descriptors: list[int], folder: str, needs_bitsandbytes: bool) -> int:
-        """Fork a fresh subprocess and return its process id.
-
-        Args:
-            descriptors: file descriptors of the subprocess's channel, standard output and standard error.
-            folder: folder for the subprocess's files.
-            needs_bitsandbytes: whether the job needs bitsandbytes.
-
-        Raises:
-            OSError, EOFError: the server was killed.
-        """
-        with self._lock:
-            self._control.send(("fork", folder, needs_bitsandbytes))
-            for descriptor in descriptors:
-                reduction.send_handle(self._control, descriptor, None)
-            self.forks.add(pid := self._control.recv())
-            return pid
-
-    def exit_code(self, pid: int) -> int | None:
-        """Return the exit code of the ended fresh subprocess `pid` from the server; None if the server is gone."""
-        with self._lock, contextlib.suppress(OSError, EOFError):
-            self.forks.discard(pid)
-            self._control.send(("collect", pid))
-            return self._control.recv()
-        return None
+        if self._owner != os.getpid() or self._offered != optional_packages.offered():
+            return False
+        return not self.process or self.process.poll() is None
 
     def end(self) -> None:
-        """End the server and its fresh subprocesses, and wait until their folders are removed.
+        """End the server and this process's fresh subprocesses of it, and remove their folders.
 
-        In a fork of the process that started the server, do nothing.
+        Do nothing with another process's server, and in a fork of the process that started the server.
         """
-        if self._owner != os.getpid() or self._control.closed:
-            return
-        if self.process and not self.forks:  # it may still be importing, and has no folders to remove
+        if self.process and self._owner == os.getpid():
+            for fork in [*self.forks.values()]:
+                fork.close()
             self.process.kill()
-        with contextlib.suppress(OSError, EOFError):  # it was killed, or has closed the connection
-            self._control.send("end")
-            while self._control.poll(5):
-                self._control.recv()
-        self._control.close()
-        if self.process:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=5)
+            self.process.wait()
+            forked.remove(os.path.dirname(self.address))
 
 
-def start_interpreter(
-    function: Callable, *arguments, inherited: int, environment: Mapping[str, str] | None = None
-) -> subprocess.Popen:
-    """Start a Python interpreter that calls a module's function, and return its process.
+def requested(
+    address: str, request: server_process.Request, descriptors: list[int]
+) -> tuple[connection.Connection, int]:
+    """Request a fork from a server; return (a connection, the fork's process id).
+
+    The fork is ended by `exit_code`, or by closing the connection.
 
     Args:
-        function: a function that can be imported by its module and name.
-        arguments: the function's arguments, values that Python can write as literals.
-        inherited: a file descriptor that the new process may use.
-        environment: variables in addition to this process's; None: none.
+        address: address of the server.
+        request: what the fork does.
+        descriptors: file descriptors for the fork.
+
+    Raises:
+        OSError, EOFError: the server was killed.
     """
-    code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {function.__module__} import {function.__name__} as function"
-    own = forked.NO_DEVICE_BEFORE_FORKS | {"TOKENIZERS_PARALLELISM": "false"}
-    return subprocess.Popen(
-        [sys.executable, "-c", f"{code}\nfunction(*{arguments!r})"],
-        pass_fds=[inherited],
-        env=_DEFAULTS | os.environ | (environment or {}) | own,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    control = connection.Client(address, "AF_UNIX")
+    try:
+        control.send((request, len(descriptors)))
+        for descriptor in descriptors:
+            reduction.send_handle(control, descriptor, None)
+        return control, control.recv()
+    except BaseException:
+        control.close()
+        raise
 
 
-def connected_course(environment: Mapping[str, str]) -> connection.Connection | None:
-    """Return a connection to a course's server, whose address is in the variables `environment`; None if there is no
-    address, or no server answers at it.
+def exit_code(control: connection.Connection) -> int | None:
+    """End a fork, and close its connection; return its exit code, or None if the server was killed.
+
+    If the fork has already ended, only the processes that it left behind are ended. Either way its folder is removed.
     """
-    with contextlib.suppress(OSError):
-        if address := environment.get(forked.COURSE_SERVER):
-            return connection.Client(address, "AF_UNIX")
+    with control, contextlib.suppress(OSError, EOFError):
+        control.send("end")
+        return control.recv()
     return None
 
 
-def _joined_course() -> connection.Connection | None:
-    """Return a connection to a new fork of the course's server that serves this process only; None without a course."""
-    if control := connected_course(os.environ):
-        with contextlib.suppress(OSError):  # it was killed
-            control.send("serve")
-            return control
-    return None
+def course_address(environment: Mapping[str, str]) -> str:
+    """Return the address of a course's server from the variables `environment`; "" if there is none, or if no server
+    answers at it.
+    """
+    if address := environment.get(forked.COURSE_SERVER):
+        with contextlib.suppress(OSError), connection.Client(address, "AF_UNIX"):
+            return address
+    return ""
 
 
 SERVER = ForkServer(PRELOAD)
@@ -277,26 +248,26 @@ class CleanProcess(contextlib.AbstractContextManager):
         self.output, self.errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115, closed with this object
         self.code: int | None = None
         job, self.folder = cloudpickle.dumps(job), tempfile.mkdtemp(prefix="perf_helpers-")
-        self._oom_kills = outcomes.oom_kills()
-        self.channel, child_end = multiprocessing.Pipe()
-        descriptors = [child_end.fileno(), self.output.fileno(), self.errors.fileno()]
-        try:
-            self._server, self.pid = SERVER.fork(descriptors, self.folder, job)
-        except BaseException:
-            forked.remove(self.folder)
-            raise
-        child_end.close()
-        if measured:
-            SERVER.measuring.add(self.pid)
-        try:
-            self._descriptor = os.pidfd_open(self.pid)
-        except (AttributeError, OSError):  # not Linux: wait for the end of the channel instead
-            self._descriptor = None
         surroundings = {"working_folder": os.getcwd(), "environment": dict(os.environ), "path": [*sys.path]}
         surroundings["threads"] = quiet.threads() if shares_cores else None
         assignment = forked.Assignment(job, turn, self.folder, **surroundings)
-        with contextlib.suppress(BrokenPipeError):
-            self.channel.send(assignment)
+        needs_bitsandbytes = bool(_BITSANDBYTES.search(job))
+        request = server_process.Request(forked.be_clean_process, (assignment,), self.folder, needs_bitsandbytes)
+        self._oom_kills = outcomes.oom_kills()
+        self.channel, child_end = multiprocessing.Pipe()
+        try:
+            with child_end:
+                descriptors = [child_end.fileno(), self.output.fileno(), self.errors.fileno()]
+                self._server, self._control, self.pid = SERVER.fork(request, descriptors)
+        except BaseException:
+            forked.remove(self.folder)
+            raise
+        self._server.forks[self.pid] = self
+        if measured:
+            SERVER.measuring.add(self.pid)
+        self._at_end: list[int] = []  # a descriptor that becomes readable when the process ends; []: this is not Linux
+        with contextlib.suppress(AttributeError, OSError):
+            self._at_end.append(os.pidfd_open(self.pid))
 
     def receive(self, timeout: float | None = None) -> tuple[str, Any]:
         """Return the next message of the process as (kind, content).
@@ -313,8 +284,7 @@ class CleanProcess(contextlib.AbstractContextManager):
         Raises:
             TimeoutError: nothing came within `timeout` seconds.
         """
-        watched = [self.channel] + ([self._descriptor] if self._descriptor is not None else [])
-        if not (ready := connection.wait(watched, timeout)):
+        if not (ready := connection.wait([self.channel, *self._at_end], timeout)):
             raise TimeoutError
         with contextlib.suppress(EOFError, OSError):
             if self.channel in ready or self.channel.poll():
@@ -344,34 +314,14 @@ class CleanProcess(contextlib.AbstractContextManager):
         """End the process and all processes that it started, and remove its folder. No other process gets a signal."""
         if self.pid is None:
             return
-        with _uninterrupted():
-            SERVER.measuring.discard(self.pid)
-            for kill in (os.killpg, os.kill):  # os.kill too: a fork that was not yet the leader of its session
-                with contextlib.suppress(OSError):
-                    kill(self.pid, signal.SIGKILL)
-            self.code = self._server.exit_code(self.pid)
-            self.pid = None
-            forked.remove(self.folder)
-            self.channel.close()
-            if self._descriptor is not None:
-                os.close(self._descriptor)
+        pid, self.pid = self.pid, None
+        SERVER.measuring.discard(pid)
+        self._server.forks.pop(pid, None)
+        self.code = exit_code(self._control)
+        forked.remove(self.folder)  # if the server was killed
+        self.channel.close()
+        for descriptor in self._at_end:
+            os.close(descriptor)
 
     def __exit__(self, *_):
         self.close()
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until this context ends.
-
-    An interruption in this context would leave an answer of the server unread, and a folder behind.
-    """
-    pressed, is_reached = [], threading.current_thread() is threading.main_thread()
-    before = is_reached and signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        if is_reached:
-            signal.signal(signal.SIGINT, before)
-        if pressed:
-            signal.raise_signal(signal.SIGINT)

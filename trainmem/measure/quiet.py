@@ -229,17 +229,18 @@ def entry(lesson: str, threads: int, address: str) -> dict[str, str]:
     return {LOCK: f"{lesson} {threads} {address}"}
 
 
-@contextlib.contextmanager
-def short_folder() -> Iterator[str]:
-    """Yield a temporary folder with a short path, because socket names are limited to about 100 bytes."""
-    with tempfile.TemporaryDirectory(prefix="course-", dir="/tmp" if os.path.isdir("/tmp") else None) as folder:
-        yield folder
+def short_folder() -> str | None:
+    """Return a folder for sockets, because their names are limited to about 100 bytes; None: only the usual folder for
+    temporary files can be written to.
+    """
+    return "/tmp" if os.access("/tmp", os.W_OK) else None
 
 
 @contextlib.contextmanager
 def served(lock: QuietLock) -> Iterator[str]:
     """Serve a lock to other processes in this context; yield the address of its socket, to be passed to `entry`."""
-    with short_folder() as folder, connection.Listener(os.path.join(folder, "quiet"), "AF_UNIX") as listener:
+    temporary = tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=short_folder())
+    with temporary as folder, connection.Listener(os.path.join(folder, "quiet"), "AF_UNIX") as listener:
 
         def accept() -> None:
             with contextlib.suppress(OSError):  # the listener was closed

@@ -1,4 +1,4 @@
-"""The fork server: import the libraries once, fork a fresh subprocess per request and collect ended subprocesses.
+"""The fork server: import the libraries once, fork a fresh subprocess per connection, and end it with the connection.
 
 `forkserver` starts this process with `serve`. A fork continues in `forked`. The server never touches a device, because
 its forks could not use it afterwards.
@@ -9,7 +9,9 @@ import gc
 import importlib
 import os
 import signal
-from collections.abc import Container, Iterable
+import socket
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
 from multiprocessing import connection, reduction
 from typing import NoReturn
 from unittest.mock import patch
@@ -20,16 +22,101 @@ from trainmem.core import arguments, hardware, optional_packages
 from trainmem.measure import forked
 
 
-def serve(descriptor: int, preload: Iterable[str], with_bitsandbytes: bool) -> NoReturn:
-    """Import the libraries, then serve the process at the other end of `descriptor`; never return.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Describe a process that the server is to fork."""
+
+    function: Callable[..., NoReturn]  # called in the fork with the file descriptors of the request, then `arguments`
+    arguments: tuple
+    folder: str = ""  # removed when the fork has ended
+    needs_bitsandbytes: bool = False
+
+
+def serve(descriptor: int, parent: int, preload: Iterable[str], with_bitsandbytes: bool) -> NoReturn:
+    """Import the libraries, then fork one process per connection until the parent process ends; never return.
+
+    The first message of a connection is (a `Request`, number of file descriptors that follow it). The answer is the
+    fork's process id. At the next message, or at the end of the connection, the fork is ended with all processes that
+    it left behind, and its folder is removed. The answer is its exit code.
 
     Args:
-        descriptor: file descriptor of the channel to that process.
+        descriptor: file descriptor of the listening socket, whose folder is removed at the end.
+        parent: process id of the parent process.
         preload: names of the modules to import.
         with_bitsandbytes: import bitsandbytes after the first fork, so that only later forks have it.
     """
+    listener = socket.socket(fileno=descriptor)
     has_gpus = import_libraries(preload)
-    serve_caller(connection.Connection(descriptor), has_gpus, with_bitsandbytes)
+    bitsandbytes = () if has_gpus else ("bitsandbytes",)  # it queries them
+    forks: dict[connection.Connection, tuple[int, str]] = {}  # (process id, folder) by connection
+    forked.adopt_orphans()
+    while os.getppid() == parent:
+        for ready in connection.wait([listener, *forks], 2):
+            if ready is not listener:
+                _end(ready, forks)
+                continue
+            control = connection.Connection(listener.accept()[0].detach())
+            with contextlib.suppress(OSError, EOFError):  # the caller has ended
+                request, count = control.recv()
+                descriptors = [reduction.recv_handle(control) for _ in range(count)]
+                if request.needs_bitsandbytes:
+                    _import(bitsandbytes)
+                pid = _forked(request, descriptors, [listener, control, *forks])
+                forks[control] = pid, request.folder
+                control.send(pid)
+                if with_bitsandbytes:
+                    _import(bitsandbytes)
+    for control in [*forks]:
+        _end(control, forks)
+    forked.remove(os.path.dirname(listener.getsockname()))
+    os._exit(0)
+
+
+def _forked(request: Request, descriptors: list[int], inherited: list[connection.Connection | socket.socket]) -> int:
+    """Fork a process, in a process group of its own, that calls the request's function; return its process id.
+
+    `descriptors`: file descriptors for the fork, closed here; `inherited`: those of the server, closed in the fork.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for each in inherited:
+                each.close()
+            request.function(*descriptors, *request.arguments)
+        finally:
+            os._exit(1)
+    os.setpgid(pid, pid)  # here: whoever gets the id may at once send a signal to the group
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return pid
+
+
+def _end(control: connection.Connection, forks: dict[connection.Connection, tuple[int, str]]) -> None:
+    """End the fork of a connection with all processes that it left behind, remove its folder and send its exit code.
+
+    `forks`: {connection: (process id, folder)} of all forks; this fork is removed from it.
+    """
+    pid, folder = forks.pop(control)
+    with contextlib.suppress(OSError):  # it has ended
+        os.killpg(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    end_children(but=[pid for pid, _ in forks.values()])
+    if folder:
+        forked.remove(folder)
+    with control, contextlib.suppress(OSError):  # the process that connected has ended
+        control.send(code)
+
+
+def end_children(but: Container[int] = ()) -> None:
+    """End the children of this process except those whose ids are in `but`, and wait for them.
+
+    The descendants of an ended child become children of this process (`forked.adopt_orphans`), and are ended as well.
+    A fresh subprocess that is still alive keeps its descendants.
+    """
+    while left := [child for child in psutil.Process().children() if child.pid not in but]:
+        for child in left:
+            child.kill()
+            os.waitpid(child.pid, 0)
 
 
 def import_libraries(preload: Iterable[str]) -> bool:
@@ -46,74 +133,6 @@ def import_libraries(preload: Iterable[str]) -> bool:
         _import(optional_packages.imported_by_trainings())
     arguments.known()  # reads transformers' source, once for all forks
     return has_gpus
-
-
-def serve_caller(control: connection.Connection, has_gpus: bool, with_bitsandbytes: bool = False) -> NoReturn:
-    """Fork and collect fresh subprocesses until the caller ends or sends "end"; then end them and remove their folders.
-
-    Requests are ("fork", folder, whether the job needs bitsandbytes), followed by three descriptors (channel, output,
-    errors) and answered with a process id; and ("collect", process id), answered with its exit code.
-
-    Args:
-        control: connection to the caller, from which the requests come.
-        has_gpus: whether this machine has GPUs; then bitsandbytes, which queries them, is never imported here.
-        with_bitsandbytes: import bitsandbytes after the first fork, so that only later forks have it.
-    """
-    bitsandbytes = () if has_gpus else ("bitsandbytes",)
-    parent, folders = os.getppid(), {}  # the folder of each living fork
-    forked.adopt_orphans()
-    with contextlib.suppress(OSError, EOFError):
-        while os.getppid() == parent:
-            if not control.poll(2):
-                continue
-            match control.recv():
-                case "fork", folder, needs_bitsandbytes:
-                    if needs_bitsandbytes:
-                        _import(bitsandbytes)
-                    pid = _fork_clean_process(control)
-                    folders[pid] = folder
-                    control.send(pid)
-                    if with_bitsandbytes:
-                        _import(bitsandbytes)
-                case "collect", pid:
-                    folders.pop(pid, None)
-                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    end_children(but=folders)
-                    control.send(code)
-                case "end":
-                    break
-    for pid, folder in folders.items():
-        with contextlib.suppress(OSError):
-            os.killpg(pid, signal.SIGKILL)
-        forked.remove(folder)
-    end_children()
-    os._exit(0)
-
-
-def _fork_clean_process(control: connection.Connection) -> int:
-    """Receive a fresh subprocess's three file descriptors (channel, standard output, standard error) through `control`;
-    fork the subprocess and return its process id.
-    """
-    descriptors = [reduction.recv_handle(control) for _ in range(3)]
-    pid = os.fork()
-    if pid == 0:
-        control.close()
-        forked.be_clean_process(*descriptors)
-    for inherited in descriptors:
-        os.close(inherited)
-    return pid
-
-
-def end_children(but: Container[int] = ()) -> None:
-    """End the children of this process except those whose ids are in `but`, and wait for them.
-
-    The descendants of an ended child become children of this process (`forked.adopt_orphans`), and are ended as well.
-    A fresh subprocess that is still alive keeps its descendants.
-    """
-    while left := [child for child in psutil.Process().children() if child.pid not in but]:
-        for child in left:
-            child.kill()
-            os.waitpid(child.pid, 0)
 
 
 def _import(names: Iterable[str]) -> None:
