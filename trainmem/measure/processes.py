@@ -148,27 +148,49 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
     """Wait until a process has ended or its time is over; return its outcome with what it printed.
 
-    A process that requests a part of the machine gets this part; a process that stops after its warm-up gets the whole
-    machine. If an experiment on several ranks runs out of time, the outcome's message says in which line each rank was.
-    After Ctrl-C, a note on the KeyboardInterrupt says in which line each rank was.
+    A process that stops after its warm-up has the machine alone from then on. `on_step`: called with the number of a
+    finished step; None: not called.
+    """
+    with contextlib.ExitStack() as alone:
+        while not (outcome := _until_stop(process, on_step)):
+            alone.enter_context(_quiet(quiet.Need.MACHINE))
+            process.go()
+    return outcome
+
+
+def _until_stop(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | None:
+    """Wait until a process stops, ends, or has no time left; return None if it stops, otherwise its outcome.
+
+    A process that requests a part of the machine meanwhile gets this part. If an experiment on several ranks runs out
+    of time, the outcome's message says in which line each rank was. After Ctrl-C, a note on the KeyboardInterrupt says
+    in which line each rank was.
 
     `on_step`: called with the number of a finished step; None: not called.
     """
     try:
-        with contextlib.ExitStack() as timing:
-            while not isinstance(outcome := _next_event(process, on_step), Outcome):
-                if outcome:
-                    timing.enter_context(_quiet(outcome))
-                    process.go()
-                else:
-                    timing.close()
+        with contextlib.ExitStack() as reserved:
+            while True:
+                match process.receive(seconds_left()):
+                    case "step", number:
+                        if on_step:
+                            on_step(number)
+                    case "turn", _:
+                        return None
+                    case "quiet", quiet.Need.SHARE:
+                        reserved.close()
+                    case "quiet", need:
+                        reserved.enter_context(_quiet(need))
+                        process.go()
+                    case "result", outcome:
+                        return _with_output(process, outcome)
     except TimeoutError:
-        outcome = _timed_out(process.whereabouts())
+        text = f"no result within {_limit.get()[1]:g} s"
+        where = process.whereabouts()
+        return _with_output(process, Outcome("timed out", f"{text}; {where}" if where else text))
     except KeyboardInterrupt as interruption:
         if where := process.whereabouts():
             interruption.add_note(where)
         raise
-    return _with_output(process, outcome)
 
 
 def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
@@ -178,54 +200,17 @@ def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
     return outcome.replace(output=output)
 
 
-def _next_event(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | int | quiet.Need:
-    """Wait until a process ends, stops or requests a quiet machine; return which of these happened.
-
-    Return an `Outcome` if the process ended, a step number if it stopped after that step, and a `quiet.Need` (part of
-    the machine) if it requests that part. `on_step`: called with the number of each finished step that the process
-    reports meanwhile; None: not called.
-    """
-    while True:
-        kind, content = process.receive(seconds_left())
-        if kind != "step":
-            return content
-        if on_step:
-            on_step(content)
-
-
 @contextlib.contextmanager
-def _quiet(event: int = quiet.Need.MACHINE) -> Iterator[None]:
-    """Wait until a process may be timed, and keep other lessons from disturbing it in this context.
+def _quiet(need: quiet.Need) -> Iterator[None]:
+    """Wait for a part of the machine, and keep other lessons from using it in this context.
 
     The time limit that `within` has set is extended by the seconds of waiting.
-
-    Args:
-        event: a result of `_next_event`. A `quiet.Need` is the part of the machine to reserve. For a step number, after
-            which the process stopped, the whole machine is reserved.
     """
     start = time.monotonic()
-    with quiet.experiment(event if isinstance(event, quiet.Need) else quiet.Need.MACHINE):
+    with quiet.experiment(need):
         until, seconds = _limit.get()
         _limit.set((until + time.monotonic() - start, seconds))
         yield
-
-
-def _wait(process: CleanProcess) -> Outcome | None:
-    """Wait until a process stops after its next steps; return None. If the process ends first, return its outcome.
-
-    If the process requests a part of the machine meanwhile, the request is granted at once, without reserving anything:
-    call this function only while the whole machine is reserved.
-    """
-    while isinstance(event := _next_event(process), quiet.Need):
-        if event:
-            process.go()
-    return event if isinstance(event, Outcome) else None
-
-
-def _timed_out(where: str = "") -> Outcome:
-    """Return the outcome of an experiment that ran out of time; `where`: the lines that its ranks were in."""
-    text = f"no result within {_limit.get()[1]:g} s"
-    return Outcome("timed out", f"{text}; {where}" if where else text)
 
 
 def side_by_side(
@@ -262,13 +247,9 @@ def side_by_side(
                 those = range(first, min(first + at_once, processes))
                 living = [stack.enter_context(CleanProcess(job, turn=warm, measured=True)) for _ in those]
                 if warm:
-                    try:
-                        ended = [(each, event) for each in living if isinstance(event := _next_event(each), Outcome)]
-                    except TimeoutError:
-                        return _timed_out()
-                    if ended:
-                        return _with_output(*ended[0])
-                    stack.enter_context(_quiet())
+                    if early := [*filter(None, map(_until_stop, living))]:
+                        return early[0]
+                    stack.enter_context(_quiet(quiet.Need.MACHINE))
                     for process in living:
                         process.go()
                 for number, process in zip(those, living, strict=True):
@@ -314,10 +295,7 @@ def alternate(
             with contextlib.ExitStack() as stack:
                 each = (contextlib.closing(player(experiment, turns, steps_per_turn)) for experiment in experiments)
                 players = [*map(stack.enter_context, each)]
-                try:
-                    outcome = interleaving.play(names, players, turns, steps_per_turn, report)
-                except TimeoutError:
-                    outcome = _timed_out()
+                outcome = interleaving.play(names, players, turns, steps_per_turn, report)
             if outcome.status != "out of memory":
                 break
     return outcome.replace(value=[outcome.value]) if outcome.ok else outcome
@@ -335,10 +313,10 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
     job = functools.partial(_in_what_is_left, experiment.replace(steps=turns * steps_per_turn))
     with CleanProcess(job, turn=(experiment.warmup_steps, steps_per_turn), measured=True) as process:
         for turn in range(turns + 1):
-            outcome = _wait(process)
+            outcome = _until_stop(process)
             while turn == turns and not outcome:  # a function may have more steps than there are turns
                 process.go()
-                outcome = _wait(process)
+                outcome = _until_stop(process)
             yield outcome
             process.go()
 
