@@ -15,7 +15,6 @@ import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing import connection
-from typing import NoReturn
 
 from trainmem.measure import forked, forkserver, server_process
 
@@ -55,9 +54,9 @@ def python_module(
     """
     # Linux only: on other systems system libraries may not work after a fork.
     if sys.platform == "linux" and (address := forkserver.course_address(environment)):
-        request = server_process.Request(_be_module, (name, arguments, dict(environment), folder))
+        request = server_process.Request(_run_module, (name, arguments, dict(environment), folder))
         with contextlib.suppress(OSError, EOFError):
-            return ForkedModule(*forkserver.requested(address, request, [output]))
+            return ForkedModule(*forkserver.requested(address, request, [output, output]))
     options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
     return subprocess.Popen([sys.executable, "-m", name, *arguments], env=dict(environment), cwd=folder, **options)
 
@@ -111,29 +110,23 @@ class ForkedModule:
 # ---- this runs in the module's process
 
 
-def _be_module(output: int, name: str, arguments: list[str], environment: dict[str, str], folder: str) -> NoReturn:
-    """Run `python -m name` with these arguments and only these environment variables in this fork; never return.
+def _run_module(name: str, arguments: list[str], environment: dict[str, str], folder: str) -> int:
+    """Run `python -m name` with these arguments and only these environment variables; return the exit code.
 
-    `output`: descriptor for standard output and errors; `folder`: working directory, also on the import path.
+    `folder`: working directory, also on the import path.
     """
-    forked.die_with_parent()
-    forked.adopt_orphans()  # otherwise the server would end them when another of its forks ends
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv, tempfile.tempdir = [name, *arguments], None
     sys.path.insert(0, folder)
-    code = 1
     try:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
-        code = 0
+        return 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
+        return 1
     finally:
         atexit._run_exitfuncs()
-        forked.flush()
-        os._exit(code)

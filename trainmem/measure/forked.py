@@ -1,7 +1,7 @@
 """Perform one job and send its result. This is the fresh subprocess that the fork server has forked.
 
-The server (`server_process`) calls `be_clean_process`, which does not return. The caller's side is in `forkserver`: it
-sends the job to the server, and reads the result.
+The server (`server_process`) calls `perform`. The caller's side is in `forkserver`: it sends the job to the server, and
+reads the result.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import NoReturn
 
 import cloudpickle
 
@@ -47,38 +46,24 @@ class Assignment:
     threads: int | None  # to compute with; None: torch's default
 
 
-def be_clean_process(channel: int, output: int, errors: int, assignment: Assignment) -> NoReturn:
-    """Perform a job in this newly forked process, send its result through the channel, and end the process.
+def perform(channel: int, assignment: Assignment) -> int:
+    """Perform a job in this newly forked process, send its result through the channel, and return the exit code.
 
-    `channel`, `output`, `errors`: file descriptors of the channel, and of the files for standard output and standard
-    error.
+    `channel`: the channel's file descriptor.
     """
-    code = 1
-    try:
-        die_with_parent()
-        adopt_orphans()
-        os.dup2(output, 1)
-        os.dup2(errors, 2)
-        with contextlib.suppress(OSError):  # if memory runs out, the kernel should kill this process, not the notebook
-            Path("/proc/self/oom_score_adj").write_text("800")
-        _perform(assignment, connection.Connection(channel))
-        code = 0
-    finally:
-        flush()
-        os._exit(code)
-
-
-def _perform(assignment: Assignment, channel: connection.Connection) -> None:
-    """Perform the job of an assignment, and send the result through the channel."""
+    with contextlib.suppress(OSError):  # if memory runs out, the kernel should kill this process, not the notebook
+        Path("/proc/self/oom_score_adj").write_text("800")
+    caller = connection.Connection(channel)
     _move_to(assignment)
-    on_step = _stopping(channel, *assignment.turn) if assignment.turn else _reporting(channel)
-    quiet.ASKING.ask = functools.partial(_ask_for_a_quiet_machine, channel)
+    on_step = _stopping(caller, *assignment.turn) if assignment.turn else _reporting(caller)
+    quiet.ASKING.ask = functools.partial(_ask_for_a_quiet_machine, caller)
     try:
         result = cloudpickle.dumps(cloudpickle.loads(assignment.job)(on_step))
     except BaseException as error:  # the caller gets a result in any case
         result = cloudpickle.dumps(outcomes.failed(error))
     flush()  # before the result, because its receiver then reads the output
-    channel.send(("result", result))
+    caller.send(("result", result))
+    return 0
 
 
 def _move_to(assignment: Assignment) -> None:

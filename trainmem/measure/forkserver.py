@@ -189,7 +189,7 @@ def requested(
     Args:
         address: address of the server.
         request: what the fork does.
-        descriptors: file descriptors for the fork.
+        descriptors: file descriptors for the fork: of standard output, standard error, and more for its function.
 
     Raises:
         OSError, EOFError: the server was killed.
@@ -252,12 +252,12 @@ class CleanProcess(contextlib.AbstractContextManager):
         surroundings["threads"] = quiet.threads() if shares_cores else None
         assignment = forked.Assignment(job, turn, self.folder, **surroundings)
         needs_bitsandbytes = bool(_BITSANDBYTES.search(job))
-        request = server_process.Request(forked.be_clean_process, (assignment,), self.folder, needs_bitsandbytes)
+        request = server_process.Request(forked.perform, (assignment,), self.folder, needs_bitsandbytes)
         self._oom_kills = outcomes.oom_kills()
         self.channel, child_end = multiprocessing.Pipe()
         try:
             with child_end:
-                descriptors = [child_end.fileno(), self.output.fileno(), self.errors.fileno()]
+                descriptors = [self.output.fileno(), self.errors.fileno(), child_end.fileno()]
                 self._server, self._control, self.pid = SERVER.fork(request, descriptors)
         except BaseException:
             forked.remove(self.folder)

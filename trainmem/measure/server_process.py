@@ -26,7 +26,7 @@ from trainmem.measure import forked
 class Request:
     """Describe a process that the server is to fork."""
 
-    function: Callable[..., NoReturn]  # called in the fork with the file descriptors of the request, then `arguments`
+    function: Callable[..., int]  # called in the fork, returns the exit code
     arguments: tuple
     folder: str = ""  # removed when the fork has ended
     needs_bitsandbytes: bool = False
@@ -35,7 +35,8 @@ class Request:
 def serve(descriptor: int, parent: int, preload: Iterable[str], with_bitsandbytes: bool) -> NoReturn:
     """Import the libraries, then fork one process per connection until the parent process ends; never return.
 
-    The first message of a connection is (a `Request`, number of file descriptors that follow it). The answer is the
+    The first message of a connection is (a `Request`, number of file descriptors that follow it). The descriptors are
+    those of the fork's standard output and standard error, and more for the request's function. The answer is the
     fork's process id. At the next message, or at the end of the connection, the fork is ended with all processes that
     it left behind, and its folder is removed. The answer is its exit code.
 
@@ -75,16 +76,26 @@ def serve(descriptor: int, parent: int, preload: Iterable[str], with_bitsandbyte
 def _forked(request: Request, descriptors: list[int], inherited: list[connection.Connection | socket.socket]) -> int:
     """Fork a process, in a process group of its own, that calls the request's function; return its process id.
 
-    `descriptors`: file descriptors for the fork, closed here; `inherited`: those of the server, closed in the fork.
+    Args:
+        request: the function, called with the descriptors after the first two, then with the request's arguments.
+        descriptors: file descriptors for the fork; they are closed here.
+        inherited: connections and sockets of the server; they are closed in the fork.
     """
     pid = os.fork()
     if pid == 0:
+        code = 1
         try:
+            forked.die_with_parent()
+            forked.adopt_orphans()  # otherwise the server would end them when another of its forks ends
             for each in inherited:
                 each.close()
-            request.function(*descriptors, *request.arguments)
+            output, errors, *others = descriptors
+            os.dup2(output, 1)
+            os.dup2(errors, 2)
+            code = request.function(*others, *request.arguments)
         finally:
-            os._exit(1)
+            forked.flush()
+            os._exit(code)
     os.setpgid(pid, pid)  # here: whoever gets the id may at once send a signal to the group
     for descriptor in descriptors:
         os.close(descriptor)
