@@ -208,6 +208,11 @@ def distances_backward(p=1.0):
     return lambda: aten._cdist_backward(distances, first, second, p, distances)
 
 
+def scattered_means():
+    tensor, index, source = zeros(100, 64), zeros(800, 64, dtype=I64), zeros(800, 64)
+    return lambda: tensor.scatter_reduce(0, index, source, "mean")
+
+
 def multinomial(count, replacement=False):
     chances = zeros(16, 3000) + 1
     return lambda: torch.multinomial(chances, count, replacement)
@@ -373,6 +378,7 @@ LATER = {  # rehearsed with torch 2.15 only
     "distances' backward": distances_backward,
     "unfold's backward": lambda: matmul(aten.unfold_backward, (2, 7, 4), input_sizes=[2, 16], dim=1, size=4, step=2),
     "power of a number": lambda: of_one(functools.partial(torch.pow, 2), 8, 5),
+    "scattered means": scattered_means,
     "sort of long rows": lambda: of_one(torch.sort, 6, 5000),
     "sort of many long rows": lambda: of_one(torch.sort, 130, 5000),
     "sort of long columns": lambda: of_one(torch.sort, 5000, 6, dim=0),

@@ -503,6 +503,18 @@ def that_finds_a_shape_first(torch, device):
         torch.cdist(made.repeat(20, 1), made, p=1).mean().backward()
 
 
+def that_reduces_neighbors(torch, device):
+    """Train on a graph whose nodes take the mean of their neighbors; enlarge images in channels last."""
+    nn = torch.nn
+    layer, turned = nn.Linear(32, 64).to(device), nn.ConvTranspose2d(16, 3, 4, 2, 1).to(device)
+    targets = torch.randint(0, 100, (40_000,)).to(device)[:, None].expand(-1, 64)
+    for _ in range(2):
+        nodes = layer(torch.rand(100, 32).to(device))
+        means = torch.zeros(100, 64, device=device).scatter_reduce(0, targets, nodes.repeat(400, 1), "mean")
+        made = turned(means.view(4, 20, 20, 4, 1).expand(-1, -1, -1, -1, 4).flatten(3).permute(0, 3, 1, 2))
+        nn.functional.mse_loss(made, torch.rand(4, 3, 40, 40).to(device)).backward()
+
+
 def that_sends_a_graph(torch, device):
     """Send a sparse adjacency matrix, and make another one from positions that are on the device."""
     number = torch.arange(8000)
@@ -521,6 +533,7 @@ EVERYDAY += (that_sends_its_data_first, that_sends_data_again, that_keeps_activa
 EVERYDAY += (that_averages_weights, that_multiplies_pairs, that_enlarges_and_compares, that_penalizes_gradients)
 EVERYDAY += (that_takes_gradients, that_trains_one_model_after_another, that_normalizes_in_16_bits)
 EVERYDAY += (that_differentiates_forward, that_packs_sequences, that_finds_a_shape_first, that_sends_a_graph)
+EVERYDAY += (that_reduces_neighbors,)
 EVERYDAY = {each.__name__: each for each in EVERYDAY}
 
 

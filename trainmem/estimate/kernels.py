@@ -323,6 +323,13 @@ class Kernels:
             return made
         return [*made, *contiguous_copy(source.expand_as(target) if self._is_on_host(target) else target)]
 
+    def _scatter_reduce(self, made, tensor, dim, index, source, reduce, *_, **__):
+        """Return the memory requests of `scatter_reduce`, in order: the result (`made`), and bytes of buffers.
+
+        For a mean the buffers hold ones, the counts of what was added, and a mask (native/TensorAdvancedIndexing.cpp).
+        """
+        return [*made, *([source.nbytes, tensor.nbytes, tensor.numel()] if reduce == "mean" else [])]
+
     def _masked_scatter(self, made, tensor, *_, **__):
         """Return the memory requests of `masked_scatter`, in order: the result (`made`), and bytes of buffers.
 
@@ -475,6 +482,7 @@ _RULES: dict[torch._ops.OpOverloadPacket, Callable[..., Iterable[Step]]] = {
     aten.where: Kernels._where,
     aten.pow: Kernels._power,
     aten.copy_: Kernels._copy,
+    aten.scatter_reduce: Kernels._scatter_reduce,
     aten.masked_scatter: Kernels._masked_scatter,
     aten.masked_scatter_: Kernels._masked_scatter,
     aten._softmax_backward_data: Kernels._softmax_backward,

@@ -223,6 +223,7 @@ def viewed(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 # Losses whose kernels shrink the result to one number only after computing all elements, and keep that memory.
 _LOSSES = ("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
 REDUCED_IN_PLACE = {getattr(torch.ops.aten, name).default for name in _LOSSES}
+_LOSSES_BACKWARD = {getattr(torch.ops.aten, f"{name}_backward").default for name in _LOSSES[1:3]}
 # The weight's argument number.
 WEIGHT_OF_NORM = {
     torch.ops.aten.native_layer_norm.default: 2,
@@ -249,8 +250,10 @@ def as_norms_do(function, args: tuple, result: Any) -> Any:
     if function is torch.ops.aten.native_group_norm_backward.default and result[0] is not None:
         # The kernel's gradient has its input's type, torch's fake one the type of the statistics.
         return result[0].to(args[1].dtype), *result[1:]
+    # The kernel's result is contiguous whatever the layout of its input.
+    if function in _LOSSES_BACKWARD:
+        return result.contiguous()
     if function is torch.ops.aten.native_layer_norm_backward.default:
-        # The kernel's result is contiguous whatever the layout of its input.
         return tuple(part if part is None else part.contiguous() for part in result)
     return result
 

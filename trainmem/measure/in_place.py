@@ -41,10 +41,11 @@ def form(function, args: Sequence[Any], is_temporary: Callable[[torch.Tensor], b
             done in place only by the autograd nodes listed there, and only in a tensor that was made in this backward.
     """
     target, other = args[:2]
-    if function in _NODES:
-        node = torch._C._current_autograd_node()
-        if node is None or node.name() not in _NODES[function] or not is_temporary(target):
-            return function
+    node = torch._C._current_autograd_node() if function in _NODES or function is aten.scatter_add.default else None
+    if node is not None and node.name() == "ScatterReduceBackward0":
+        return function  # its formula counts in a tensor of zeros, out of place
+    if function in _NODES and (node is None or node.name() not in _NODES[function] or not is_temporary(target)):
+        return function
     return FORMS[function] if _is_in_place(function, target, other) else function
 
 
