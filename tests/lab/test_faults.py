@@ -135,7 +135,6 @@ def limit_addresses(more):
 
 
 def train_within_too_little(task):
-    import torch
 
     model, kept = task.build_model(), []
     limit_addresses(20_000_000)
