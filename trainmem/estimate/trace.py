@@ -197,9 +197,8 @@ class FakeTracker(Tracker):
         is_kept = is_kept and function not in _NOT_KEPT and not operation.takes_sparse
         result = self.cache.result(operation, function, args, tensors, self.fake, ask) if is_kept else ask()
         if any_fake and not isinstance(tensors[0], FakeTensor) and function.overloadpacket.__name__.endswith("_"):
-            result = (
-                args[0] if function._schema.returns else None
-            )  # no fake copy: the real tensor was written in place, and allocated nothing
+            # Not torch's fake copy: the real tensor was written in place, and nothing was allocated.
+            result = args[0] if function._schema.returns else None
         if self.routing and any_fake and function in (aten.topk.default, aten.argmax.default):
             result = self.routing.replaced(function, args, kwargs, result)
         if function is aten._amp_foreach_non_finite_check_and_unscale_.default:
