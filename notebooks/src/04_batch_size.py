@@ -233,7 +233,7 @@ rows.append(["two estimates", "none", estimated, estimate_seconds])
 plots.Table(["way", "trained with", "answer", "seconds"], rows)
 
 # %% [markdown]
-# The answer of the search depends on the size that it began with, on the nine tenths, and on luck. It is seldom a multiple of 8, and it may be smaller than the largest batch that fits. The search also changes the samples per update, but not the learning rate (part 2 shows why the two belong together). And accelerate recognizes an out-of-memory error by its message. If a library words its message differently, as oneDNN does (the line above the table), your search ends in a crash. With a small model the search may be quicker than the estimates; the larger the model, the more a failed attempt costs.
+# The search ends at the first size that fits. So its answer depends on the size that it began with. It is seldom a multiple of 8, and it may be smaller than the largest batch that fits. The search also changes the samples per update, but not the learning rate (see part 2). And accelerate recognizes an out-of-memory error by its message. If a library words its message differently, as oneDNN does (the line above the table), your search ends in a crash. With a small model the search may be quicker than the estimates; the larger the model, the more a failed attempt costs.
 #
 # ## Change one thing: the batch, up to that limit
 #
@@ -288,7 +288,7 @@ print(f"batch {fitting} is {speeds[-1] / speeds[0]:.2f} x as fast as batch 1; ",
 print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 
 # %% [markdown]
-# In the left picture, the distance between the lines is the **update**: in a larger batch, more samples share it. The line *without the update* rises too, for two other reasons: larger passes fill the device better, and each call of an operation serves more samples. In the right picture each sample adds equally many bytes; the line looks bent because the horizontal axis is logarithmic. A small batch can peak above the line: at the end of backward or in the update, where all gradients are in memory and the batch hardly matters.
+# In the left picture, the distance between the lines is the **update**: in a larger batch, more samples share it. The line *without the update* rises too, for two other reasons: larger passes fill the device better, and each call of an operation serves more samples. In the right picture the straight line looks bent, because the horizontal axis is logarithmic. A small batch can need more memory than the *line through two sizes* says. Its peak is at the end of backward or in the update, where all gradients are in memory and the batch size hardly matters.
 #
 # ## Multiples of 8, of 64, or of another number
 #
@@ -343,7 +343,7 @@ for wave in (1, 2, 3, 4):
 # %% [markdown]
 # If the measured time jumps where the predicted line does, the size of the tile is confirmed. If a jump is lower than predicted, the kernel has a cheaper way to compute a tile that is not full.
 #
-# **Alignment** is another effect. A GPU's tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. The claims below compare 3904 (61 x 64, a multiple of 64), 3912 (of 8) and 3913 (odd), on a GPU. From 3904 to 3913 there is no multiple of 128, a usual width of tiles. So these sizes need equally many such tiles, and only the alignment differs.
+# **Alignment** is another effect. A GPU's tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. The claims below multiply square matrices on a GPU. Their size is 3904 (61 x 64, a multiple of 64), 3912 (a multiple of 8) or 3913 (odd). From 3904 to 3913 there is no multiple of 128, a usual width of tiles. So these sizes need equally many such tiles, and only the alignment differs.
 #
 # The next cell changes one dimension of a matmul at a time: its rows M (samples x tokens), its columns N (features out), or its depth K (features in). The dimension gets four sizes, the table's columns: *n - 1*, *n*, *n + 1* and *n + 8*. Each entry is the FLOP/s at that size, divided by the FLOP/s at size *n*: below 1 is slower. On a GPU *n* is 3904, so the table shows alignment. On a CPU *n* is four full vectors, so the line *N, columns* shows an edge: *n + 1* begins a new tile. If *n - 1* is slow too, an incomplete tile is slow here. The lines above the table are about the output layer of a language model: with its vocabulary of 30522 words, and *padded* with unused words to 30528, a multiple of 64.
 
@@ -369,7 +369,7 @@ print(f"the output layer takes {found[-1] / found[-2]:.2f} x as long with {padde
 plots.Table(["FLOP/s against n", f"n - 1 = {base - 1}", f"n = {base}", "n + 1", "n + 8"], rows)
 
 # %% [markdown]
-# Padding costs next to nothing in bytes, so even a small gain is worth it, above all in fp16 on a GPU: the 50257 words of GPT-2, for example, become 50304. A batch of 7 sequences of 512 tokens needs no padding: its matmuls have samples *times tokens* rows, 3584 = 56 x 64.
+# Padding costs next to nothing in bytes, so even a small gain is worth it, above all in fp16 on a GPU: the 50257 words of GPT-2 become 50304. A batch of 7 sequences of 512 tokens needs no padding: its matmuls have samples *times tokens* rows, 3584 = 56 x 64.
 #
 # ## What held: speed
 #
@@ -467,7 +467,7 @@ claims.check("batch-multiple-of-eight", eight, note=f"{task.length()} tokens per
 # %% [markdown]
 # ## Explore
 #
-# Choose a GPU that you may not have. The curve shows the share of its arithmetic that is used: incomplete tiles and idle multiprocessors lower it. How many rows fill the GPU, and how many more begin a new wave? Then make the layer wider.
+# Choose a GPU. The curve shows the share of its arithmetic that is used: incomplete tiles and idle multiprocessors lower it. How many rows fill the GPU, and how many more begin a new wave?
 
 
 # %% tags=["widget"]
@@ -541,7 +541,7 @@ exercises.prove(check, solution={"A", "D"}, mistake={"D"})  # the mistake: the f
 #
 # ## Part 2: learning
 #
-# The gradient of a batch is the *true gradient*, the mean over all possible samples, plus an error that shrinks in larger batches. On average the squared length of a batch's gradient is **signal + noise / batch**. Here *signal* is the squared length of the true gradient, and *noise* is the variance of one sample's gradient. Measuring two batch sizes gives two equations for these two unknowns. Their ratio, noise / signal, is the *simple noise scale* of [McCandlish et al.](https://arxiv.org/abs/1812.06162): the batch size at which *noise / batch* equals the signal. Far below the noise scale, one step with twice the batch is worth nearly two steps. Far above it, twice the batch brings nearly nothing.
+# The gradient of a batch is the *true gradient*, the mean over all possible samples, plus an error that shrinks in larger batches. On average the squared length of a batch's gradient is **signal + noise / batch**. Here *signal* is the squared length of the true gradient, and *noise* is the variance of one sample's gradient, summed over all its numbers. Measuring two batch sizes gives two equations for these two unknowns. Their ratio, noise / signal, is the *simple noise scale* of [McCandlish et al.](https://arxiv.org/abs/1812.06162): the batch size at which *noise / batch* equals the signal. Far below the noise scale, one step with twice the batch is worth nearly two steps. Far above it, twice the batch brings nearly nothing.
 
 
 # %%
@@ -724,7 +724,7 @@ plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {targ
 #
 # The picture on the right shows your choice: many small steps (its upper left) or few large steps (its lower right). No batch size needs both the fewest steps and the fewest samples.
 #
-# In the table of learning rates, a large batch that keeps the small batch's rate loses its advantage. A large batch with a rate scaled in proportion may not learn at all. For Adam, theory suggests [the square root](https://arxiv.org/abs/2205.10287).
+# Look again at the table *unseen loss*. With the small batch's rate, a large batch loses its advantage by steps. With a rate scaled in proportion, it may not learn at all. For Adam, theory suggests [the square root](https://arxiv.org/abs/2205.10287).
 #
 # ## What held: learning
 #
