@@ -170,11 +170,11 @@ torch.testing.assert_close(two.value["some weights"], one.value["some weights"],
 print(f"largest difference between the ranks after {len(two.value['traffic'])} steps: {two.value['apart']}")
 
 # %% [markdown]
-# Two processes with half of each batch made the same steps as one process with the whole batch, or `assert_close` would have stopped us. The ranks agree to the last bit, because both receive the *same sum*.
+# Two processes with half of each batch made the same steps as one process with the whole batch, as `assert_close` checks. The ranks agree to the last bit, because both receive the *same sum*.
 #
 # ### While backward still runs
 #
-# The loop above sends only after backward is done. But the last layer's gradients are finished first, long before those of the embeddings. So group the parameters into **buckets**, in the order in which backward finishes them. A hook on each parameter counts finished gradients. When all gradients of a bucket are finished, the bucket is sent at once, in the background. So backward *hides* a part of the time that sending takes. This is the idea of DDP.
+# The loop above sends only after backward is done. But the last layer's gradients are finished first, long before those of the embeddings. So group the parameters into **buckets**, in the order in which backward finishes them. A hook on each parameter counts finished gradients. When all gradients of a bucket are finished, the bucket is sent at once, in the background. So backward *hides* a part of the time that sending takes. DDP does this.
 
 
 # %%
@@ -340,7 +340,7 @@ _ = both[1].set_xlabel(
 #
 # ### Change one thing
 #
-# Then two processes train, with 1 or 8 samples each. In the printed percentage, 100 % is twice the throughput of one process. The explorer below the picture calculates the throughput of up to 16 ranks, from the time of one process, a step's bytes and a link's speed, which you choose.
+# Then two processes train, with 1 or 8 samples each. In the printed percentage, 100 % is twice the throughput of one process. The explorer below the picture calculates the throughput of up to 16 ranks, from the time of one process, a step's bytes and a link's speed.
 
 
 # %%
@@ -403,7 +403,7 @@ def scaling(samples, megabits):
 _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[8, 1])
 
 # %% [markdown]
-# The batch changes the work of a step, not the bytes that it sends. So the second process helps more if **the work of a step takes long compared with the sending of its gradients**. On a CPU the ranks also share the path to memory, which slows both down. Compare the printed intervals, not the single values.
+# The batch changes the work of a step, not the bytes that it sends. So the second process helps more if **the work of a step takes long compared with the sending of its gradients**. On a CPU the ranks also share the path to memory, which slows both down. Compare the printed intervals, not the single values: if they overlap, the difference may be noise.
 #
 # ### The link
 #
@@ -494,7 +494,7 @@ print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s eac
 
 
 # %% [markdown]
-# Compare the columns *s added*. With few bytes per second, the larger model waits longer, because its bytes take longer and backward hides only part of that. With late messages, the seconds depend on how many messages a step **waits for, one after the other** (*s added / delay* is about this number), and hardly on the bytes. DDP's sum takes several messages. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
+# With few bytes per second, the larger model waits longer (*s added*), because its bytes take longer and backward hides only part of that. With late messages, the seconds depend on how many messages a step **waits for, one after the other** (*s added / delay* is about this number), and hardly on the bytes. DDP's sum takes several messages. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
 #
 # Under DDP, *MB on the wire* is close to the bytes that a rank hands over. To sum a vector, each of two ranks sends half of its vector to the other, adds the half that it receives to the half that it kept, and sends this sum back. So it sends two halves: the bytes of one vector. With $n$ ranks, each rank sends $2(n-1)/n$ vectors, always fewer than two.
 #
@@ -583,7 +583,7 @@ rows += [["DDP: gradients, there and back", *(2 * counts["gradients"] / 1e6 for 
 plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, gpt2"], rows)
 
 # %% [markdown]
-# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is the gradient of the outputs, which comes back in backward.) For the classifier the totals are equal, because its outputs are tiny: DP sends weights one way and gradients the other, and DDP sends gradients one way and their sums back. The threads of DP's one process share Python's lock, the GIL, which only one thread holds at a time, and they cannot leave their machine.
+# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is the gradient of the outputs.) The totals count the bytes that both devices send. For the classifier they are equal, because its outputs are tiny. Under DP one device sends the weights and the other the gradients. Under DDP each sends half of its gradients and half of the sums. The threads of DP's one process share Python's lock, the GIL, which only one thread holds at a time, and they cannot leave their machine.
 #
 # ### What held
 #
@@ -706,7 +706,7 @@ claims.check("topology-legend", explains, missing=no_topology)
 # %% [markdown]
 # ### Exercise, a challenge: half the bytes, the same loss
 #
-# Find arguments of `economical`, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, with which it sends at most half the bytes that it sends without them, for 40 micro-batches. The loss has a limit, too. The check first trains three seeds without your arguments; their losses are the *band*. Your mean loss over these seeds must not be above the band's highest loss.
+# Find arguments of `economical`, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, with which it sends at most half the bytes that it sends without them, for 40 micro-batches. The check first trains three seeds without your arguments; their losses are the *band*. Your mean loss over these seeds must not be above the band's highest loss.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -758,11 +758,11 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 #
 # ## Part two: launchers and faults
 #
-# Your training runs on two processes in a notebook. Now it must run from a shell, perhaps on two hosts, and one morning it has stopped. Who starts the processes, and how do you learn which one failed?
+# Your training must run from a shell, perhaps on two hosts, and one morning it has stopped. Who starts the processes, and how do you learn which one failed?
 #
 # ### From a shell
 #
-# `torchrun` starts a script of yours once for each rank. It puts `RANK`, `WORLD_SIZE` and the address at which the ranks find each other into environment variables. `accelerate launch` calls torchrun. The next cells run both, beside the lab's own ranks. On two hosts, start the same command on each. *rdzv* is *rendezvous*: `--rdzv-endpoint` is the address of one host, `--rdzv-id` any name:
+# `torchrun` starts a script once for each rank. It puts `RANK`, `WORLD_SIZE` and the address at which the ranks find each other into environment variables. `accelerate launch` calls torchrun. The next cells run both, beside the lab's own ranks. On two hosts, start the same command on each. `--nnodes` is the number of hosts, `--nproc-per-node` that of ranks on each. *rdzv* is *rendezvous*: `c10d` is torch's own, `--rdzv-endpoint` is the address of one host, `--rdzv-id` any name:
 #
 # ```
 # torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id lesson --rdzv-endpoint 10.0.0.1:29500 script.py
@@ -819,11 +819,11 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 
 
 # %% [markdown]
-# Whoever starts them, the ranks compute the same gradients. `--multi_gpu` looks odd on a CPU. But `accelerate launch --cpu --num_processes 2` starts only *one* process unless MPI is installed ([#2741](https://github.com/huggingface/accelerate/issues/2741)). The guides' `torch.distributed.launch` is torchrun's older name.
+# Whoever starts them, the ranks compute the same gradients. `--multi_gpu` looks odd on a CPU. But `accelerate launch --cpu --num_processes 2` starts only *one* process unless MPI, another library for messages, is installed ([#2741](https://github.com/huggingface/accelerate/issues/2741)). The guides' `torch.distributed.launch` is torchrun's older name.
 #
 # ### What goes wrong
 #
-# The next cells start two ranks again and again. Each time, before an all-reduce, rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce. In *another size* it has more numbers. In the last two rows it has integers instead of floats; in *torch compares first* torch compares the ranks' calls before it sends.
+# The next cells start two ranks several times. Each time, before an all-reduce, rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce. In *another size* it has more numbers. In the last two rows it has integers instead of floats; in *torch compares first* torch compares the ranks' calls before it sends.
 
 
 # %%
@@ -880,7 +880,7 @@ print("with find_unused_parameters=True:", remedy.status)
 #
 # ### What carries over
 #
-# The index pages of the guides (2022 and 2024) send you to the single-GPU methods first, because these extend to other setups. The next cell measures the memory of five methods, on one CPU process and on two (which also have DDP's buckets). The pages also say that efficient training requires an accelerator. The first check is about the two hosts of *The link*.
+# The index pages of the guides (2022 and 2024) send you to the single-GPU methods first, because these extend to other setups. The next cell measures the memory of five methods and of *vanilla*, the training without them. Each runs on one CPU process and on two (which also have DDP's buckets). The first check is about the two hosts of *The link*.
 #
 # > **On a GPU:** the last check times the GPU against the CPU.
 
@@ -916,7 +916,7 @@ claims.check("accelerator-required", accelerated)
 # - The second process helped if a step was long: with 8 samples each, two processes were 1.55 times as fast as one. With 1 sample each, the effect was too small to tell: 1.02 times (0.78 to 1.33).
 # - `no_sync` sent 2.45 MB instead of 9.81, and bf16 sent half.
 # - DP moves more than DDP: 2.65 times the bytes for gpt2.
-# - Two launchers started the same steps. A killed rank was named after 4.2 s. A hanging rank was reported with its line of code, after the limit of 8 s. Ranks of two dtypes went on with wrong numbers until torch compared (`DETAIL`).
+# - A killed rank was named after 4.2 s. A hanging rank was reported with its line of code, after the limit of 8 s. Ranks of two dtypes went on with wrong numbers until torch compared (`DETAIL`).
 # - All five single-GPU methods saved memory on two processes, too: accumulation the most, with 0.63 times the peak.
 
 # %% tags=["finish"]
