@@ -186,7 +186,7 @@ print(f"trained in bf16 on prices up to 90%, and fine-tuned in bf16: {stayed:.0%
 #
 # ### By hand: the loss scaler
 #
-# Gradients are small, and fp16 has no number between 0 and about 6e-8. How many gradients become 0? That depends on their size. So the next table multiplies the loss of a small network by smaller and smaller weights, as you would do with the loss of a side task (one that should count less): every gradient shrinks by the same factor.
+# Gradients are small, and fp16 has no number between 0 and about 6e-8. How many gradients become 0? That depends on their size. So the next table multiplies the loss of a small network by smaller and smaller factors, called *loss weights*, as you would do for a side task (one that should count less): every gradient shrinks by the same factor.
 #
 # The remedy is to multiply the loss by a large number, the *loss scale*. This multiplies every gradient, and before the update the gradients are divided by it again. The right scale is found by trying:
 #
@@ -350,7 +350,7 @@ plots.Table(["operation (input fp16)", f"its result on {lab.machine.kind}"], lis
 #
 # ### Explore
 #
-# Try numbers near the limits: bf16 cannot hold 257, and fp16 cannot hold 2049. 65519 is the last integer that fp16 can round down. 2e-8 is less than half of fp16's smallest number, so it becomes 0.
+# Try numbers near the limits: bf16 cannot hold 257, nor fp16 2049. 65519 is the last integer that fp16 rounds to 65504, not to `inf`. 2e-8 is less than half of fp16's smallest number, so it becomes 0.
 
 # %% tags=["widget"]
 _ = widgets.explore(draw_bits, value=[0.1, 1.0, 257.0, 2049.0, 65519.0, 65520.0, 6e-8, 2e-8, 3e38])
@@ -531,12 +531,12 @@ exercises.question(
 )
 
 # %% [markdown]
-# Below the black line mixed precision costs memory. The bars show why: the copies of the weights take the same bytes at every batch size, while smaller activations and temporaries save more, the larger the batch. Weights, gradients and states are those of fp32; only pure half precision halves them. The guide's curve, read from nvidia-smi, rises from 84 of 4247 MB at batch 8 to 1976 of 10037 MB at 64.
+# Below the black line mixed precision costs memory. The bars show why: the weight copies take the same bytes at every batch size, while smaller activations and temporaries save more, the larger the batch. Weights, gradients and states are those of fp32; only pure half precision halves them. The guide's curve, read from nvidia-smi, rises from 84 of 4247 MB at batch 8 to 1976 of 10037 MB at 64.
 #
-# **Below batch 8**, the guide says, mixed precision takes more memory. This is true only if the copies come on top of a full set of gradients:
+# **Below batch 8**, the guide says, mixed precision takes more memory. This is true only if all gradients exist together with the copies:
 #
-# - In 2022 they always did: `zero_grad` filled gradients with zeros; since torch 2.0 it frees them instead ([pytorch#92731](https://github.com/pytorch/pytorch/pull/92731)).
-# - Today they do so only under accumulation.
+# - In 2022 they always did: `zero_grad` kept gradients and filled them with zeros. Since torch 2.0 it frees them ([pytorch#92731](https://github.com/pytorch/pytorch/pull/92731)).
+# - Today this happens only under accumulation.
 # - Without accumulation, backward frees the copies while it makes the gradients. At the end of backward, where a small batch has its peak, no copies are left. So the peak does not rise.
 #
 # ### Do activations halve?
@@ -760,7 +760,7 @@ header = ["evaluation", "bytes per parameter afterwards", "loss", "accuracy", "t
 plots.Table(header, [[name, *map(float, row)] for name, row in evals.items()])
 
 # %% [markdown]
-# bf16 gives the twin exactly the losses of the model, because a power of two changes no mantissa bit. fp16 gives `nan`, as it did in T5's feed-forward layers, and the twin always answers class 0. Two traps:
+# bf16 gives the twin exactly the model's losses, because a power of two changes no mantissa bit. fp16 gives `nan`, as it did in T5's feed-forward layers. `argmax` of `nan` outputs is 0, so the twin always answers class 0. Two traps:
 #
 # - After evaluating with a flag, your model *is* 16-bit: save it before.
 # - While `train()` runs, the flags are ignored: the printed type shows it.
