@@ -153,7 +153,7 @@ print(type(block).__name__, "computes its experts by", model.config._experts_imp
 #
 # ### Which layers?
 #
-# "Every other FFN layer is replaced", say the guides. Their picture comes from the paper on GLaM, a mixture by Google, for which this is true. The table has each architecture's default configuration in full size, on torch's `meta` device (lesson 00):
+# "Every other FFN layer is replaced", say the guides. Their picture comes from the paper on the mixture GLaM, for which this is true. The table has each architecture's default configuration in full size, on torch's `meta` device (lesson 00):
 
 
 # %%
@@ -188,7 +188,7 @@ every_other = sum(2 * sparse_ones == layers for _, sparse_ones, layers, *_ in fo
 #
 # ## Baseline
 #
-# The dense model is a Llama of 4 layers, each with an FFN of width 512. (Not a Mixtral with one expert: it would still pay for gate and sorting.)
+# The dense model is a Llama of 4 layers, each with an FFN of width 512. (A Mixtral with one expert would still pay for gate and sorting.)
 
 # %%
 dense = sparse(1, 1, 512)
@@ -425,13 +425,13 @@ display(
 #
 # ## What quality costs
 #
-# How does a mixture get as good as a large dense model? The guides give experts to a smaller dense model, the *base model*; a token meets as many weights as before. With dozens of experts, the base model can be 5 times smaller than the large model; with a few, 2 to 3 times. Three dense models take part here (numbers are widths of the FFN):
+# How does a mixture get as good as a large dense model? The guides give experts to a smaller dense model, the *base model*; a token meets as many weights as in the base model. With dozens of experts, the base model can be 5 times smaller than the large model; with a few, 2 to 3 times. Three dense models take part here (numbers: FFN widths):
 #
 # - *160* is the large model. In 8 experts a token meets a width of 64 (160 / 2.5), in 64 experts one of 32 (160 / 5). In memory both mixtures are compared with it, in seconds only 8 experts.
 # - *of equal quality* would end with the loss of the 64 experts. Its FFN width is interpolated between two trained widths.
 # - *32* is the base model of the 64 experts.
 #
-# The guides' figures come from papers with large models. So the comparison runs at three sizes: as trained, four times as wide, and as wide as the smallest model in those papers, Switch-Base. Vectors and FFNs are widened alike, but the names stay: four times as wide, *32* has an FFN of width 128. (We assume that equal quality stays equal.)
+# The guides' figures come from papers with large models. So the comparison runs at three sizes: as trained (hidden vectors of width 64), four times as wide, and as wide as the smallest model in those papers, Switch-Base. Hidden vectors and FFNs are widened alike, but the names stay: four times as wide, *32* has an FFN of width 128. (We assume that equal quality stays equal.)
 #
 # Each row of the first table below is one size. All columns but the last compare 64 experts with the model of equal quality, or 8 experts with *160*: how many times fewer operations, how many times as fast. In the last column a larger number is worse: seconds of a step of 64 experts / of the dense model *32*.
 #
@@ -784,8 +784,8 @@ exercises.prove(check_loss, solution=solution, mistake={"experts": 64, "k": 2, "
 # - A gate, experts, dispatch and combine took a few lines, with the same output as the layer in transformers.
 # - Parameters and memory grow with all experts, arithmetic with those that a token meets. 32 experts had 11.6 times the parameters, 7.4 times the peak and 1.015 times the operations of the dense model.
 # - At the same arithmetic, more experts learn more: the dense model's loss was 2.2 times that of 64 experts. This needs a balancing loss: without it the busiest expert got 23 times the mean, with it 2.7 times.
-# - The gain in seconds comes close to the gain in operations only in wide layers. A step of 64 experts was 0.84 times as fast as one of the dense model of equal quality with vectors of width 64, and 1.21 times as fast at 768, where it took 2.1 times fewer operations.
-# - With experts in two processes, outputs and gradients stayed those of one. By the formula, each of the four all-to-alls of a step carries 65,536 bytes from a rank.
+# - The gain in seconds was smaller than the gain in operations, and needed wide layers. With hidden vectors of width 64, a step of 64 experts was 0.84 times as fast as that of the dense model of equal quality. At 768 it was 1.21 times as fast, with 2.1 times fewer operations.
+# - With experts in two processes, outputs and gradients stayed those of one. By the formula, each of a step's four all-to-alls carries 65,536 bytes from a rank.
 
 # %% tags=["finish"]
 claims.finish()
