@@ -66,11 +66,11 @@ widgets.predict(lab, "share of products", "What share of the step's time do matm
 # %% [markdown]
 # ## By hand: two ceilings
 #
-# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A small copy stays inside a cache and shows the cache's. The fastest of several tries counts. On a CPU all timed work runs in one thread, so these are the limits of one core. Then the course's own `roofline.ceilings` measures the same limits (*by the library* in the table), and the better value of each pair is used from here on.
+# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A small copy stays inside a cache and shows the cache's bandwidth. The fastest try counts. On a CPU all timed work runs in one thread, so these are the limits of one core. Then the course's own `roofline.ceilings` measures the same limits (*by the library* in the table), and the better value of each pair is used from here on.
 #
 # `interleaving.in_turns` calls each function of a list in turn, several times. For each function it returns the times of its calls: the seconds of the clock and the seconds that were spent computing.
 #
-# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 leave them idle here: torch must not shorten their inputs to tf32 (lesson 07).
+# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 do not use them here: by default, torch does not shorten their inputs to tf32 (lesson 07).
 
 
 # %%
@@ -127,7 +127,7 @@ plots.Table(header, rows)
 #
 # A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element: 3 for the variance, 1 each for mean, subtract, divide, scale, shift. GELU does 5, if an `erf` (the error function of statistics) counts as one. LayerNorm and GELU read each element once and write it once. All results go into existing tensors, because the system takes time to provide a new one.
 #
-# `Ratio.of_turns` divides the seconds of two functions that ran alternately, here GELU and a copy of as many bytes, and gives an interval. (`CPU` selects the seconds spent computing.) The first function runs twice per turn. The interval is at least as wide as the difference between these two runs, which is noise, and at least 2 % either way (1.02 in the code).
+# `Ratio.of_turns` divides the seconds of two functions that ran alternately, here GELU and a copy of as many bytes, and gives an interval. (`CPU` selects the seconds spent computing.) The first function runs twice per turn. The difference between these two runs is noise. The interval reaches at least as far to each side as this noise, and at least 2 % (1.02 in the code).
 
 
 # %%
@@ -175,10 +175,10 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 # The model gives the *least* time. The last column divides the measured time by it:
 #
 # - **Near 1**: one ceiling explains the time.
-# - **Well above 1**: a third limit sets it. One core computes an `erf`, or sums up rows, at another rate than that of matmuls, and we measured only the matmuls' rate.
+# - **Well above 1**: a third limit sets it. One core computes an `erf`, or sums up rows, at another rate than that of matmuls.
 # - **Below 1**: other load slowed the machine while we measured the ceiling.
 #
-# > **On a GPU:** thousands of cores share such work. The guides say that activation functions are usually limited by bandwidth; the claim tests this. On a CPU its ratio is shown, but not judged.
+# > **On a GPU:** thousands of cores share such work. The guides say that activation functions are usually limited by bandwidth; the claim tests this. On a CPU it is not judged.
 #
 # ## Baseline: a whole step, operation by operation
 #
@@ -380,7 +380,7 @@ _ = right.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(
 # %% [markdown]
 # Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
 #
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The first claim below is about all operations that are not matmuls: their share of the FLOPs is divided by their share of the bytes. The second tests the order contractions, normalizations, element-wise: the FLOPs per byte of each group are divided by those of the next, and the smaller ratio counts. It leaves out copies and embeddings, which only move bytes. An `exp` counts as one FLOP here, by convention; the note also has the values for ten.
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The first claim below is about all operations that are not matmuls: their share of the FLOPs is divided by their share of the bytes. The second tests the order contractions, normalizations, element-wise: the FLOPs per byte of each group are divided by those of the next, and the smaller ratio counts. It leaves out copies and embeddings, which only move bytes. An `exp` counts as one FLOP here, by convention; the note also has the values if it counts as ten.
 
 
 # %% tags=["claim"]
@@ -432,7 +432,7 @@ plots.Table(header, table, "ratio: backward / forward")
 # %% [markdown]
 # - **FLOPs of matmuls**: 2, with or without dropout. For each matmul of forward, backward has two: one for the gradient of the left operand, one for that of the right.
 # - **Bytes**: an activation function, for example, moves three tensors in backward and two in forward.
-# - **Time**: it depends on the limit of each operation.
+# - **Time**: each operation has its own limit, so the ratio need not be 2.
 #
 # Dropout draws its masks in forward; backward only multiplies by them. Where random numbers are drawn one by one, as on a CPU, drawing can take half as long as the forward's matmuls.
 #
@@ -442,7 +442,7 @@ plots.Table(header, table, "ratio: backward / forward")
 #
 # The first claim counts FLOPs. The next two measure time: forward and backward run alternately in several fresh processes, with the attention that the library chooses, first without dropout, then with the model's own dropout. On a CPU the ratio with dropout is also predicted: dropout alone is timed, and its seconds in each pass are added to those without dropout.
 #
-# The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*, that is, further from the sizes that the device multiplies fastest: multiples of its *tiles*, the blocks in which it computes the result. If that is true here, a FLOP of backward takes longer than one of forward: the claim's ratio is above 1.
+# The last claim is about the matmuls alone. The guide says that backward is sometimes more than twice as slow because its sizes are more *awkward*. A device computes the result of a matmul in blocks, its *tiles*. It is fastest if the sizes are multiples of the tile's; awkward sizes are not. If backward's sizes are more awkward, one FLOP takes longer there than in forward: the claim's ratio is above 1.
 
 
 # %%
@@ -637,9 +637,9 @@ print(
 
 
 # %% [markdown]
-# The last line shows the rule beside our count. The rule counts embeddings, which are never multiplied: in a small model it is too high. It leaves out attention, whose matmuls have no weights and grow with the length.
+# The rule counts embeddings, which are never multiplied: in a small model it is too high. It leaves out attention, whose matmuls have no weights and grow with the length.
 #
-# Can you trust torch's FLOP counter instead? The next cell prints two pairs of lines, each pair for the same work.
+# Can you trust torch's FLOP counter? The next cell prints two pairs of lines, each pair for the same work.
 
 
 # %%
@@ -755,7 +755,7 @@ _ = axes[1].set_xlabel("microseconds")
 #
 # `nvidia-smi` and `torch.cuda.utilization` report the percentage of time in which [one or more kernels were executing](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the bars of a trace, whatever they do. Below, "busy" is the share of the clock's time that the thread computed. There are three loops: one thread counts, 1 is added to a large tensor, two matrices are multiplied (*product*).
 #
-# > **On a GPU:** "busy" is the value that NVML reports.
+# > **On a GPU:** "busy" is the value that NVML reports (NVIDIA's library behind `nvidia-smi`).
 
 
 # %%
