@@ -274,7 +274,7 @@ same(runs[0])
 # %% [markdown]
 # ### Change one thing
 #
-# The next cell stops if the losses or the norm of the gradient differ from those of one process. (Losses alone would not be enough: AdamW divides by the gradient's size, and so hides a gradient that is twice too large.)
+# The next cell stops if the losses or the norm of the gradient differ from those of one process. (Losses alone are not enough: AdamW divides by the gradient's size, which hides a gradient that is twice too large.)
 
 # %%
 for stage in (1, 2, 3):
@@ -351,13 +351,13 @@ for run in runs.values():
 plots.Table(["", "messages in a step", "volume, times the weights", "on the wire"], rows)
 
 # %% [markdown]
-# The printed lines, from top to bottom:
+# The printed lines:
 #
 # 1. Before the embeddings run in forward, an all-gather joins their weights. Afterwards each rank keeps only its shard.
 # 2. Backward needs the whole weights again: the same all-gather.
 # 3. When the embeddings' last gradient is there, a reduce-scatter leaves each rank its shard of the sum.
 #
-# Each module sends these three messages, so stage 3 sends 3 times the weights. By the formula, stages 1 and 2 send what DDP sends: they split its all-reduce into a reduce-scatter and an all-gather, and put the update in between. Stage 3 gathers the weights twice, so it sends 1.5 times as much ([Rajbhandari and others](https://arxiv.org/abs/1910.02054)).
+# Each module sends these three messages, so stage 3 sends 3 times the weights. By the formula, stages 1 and 2 send what DDP sends: they split its all-reduce into a reduce-scatter and an all-gather, and put the update in between. Stage 3 sends 1.5 times as much ([Rajbhandari and others](https://arxiv.org/abs/1910.02054)).
 #
 # **The wire carries more than the formula**: gloo, the library that connects these CPU ranks, sends a reduce-scatter as a whole all-reduce.
 #
@@ -436,11 +436,11 @@ head = ["bytes per parameter", *names, "messages in a step", "peak"]
 plots.Table(head, [fsdp_row(run) for run in (runs[3], fsdp, no_reshard)])
 
 # %% [markdown]
-# Our stage 3 and torch's store the same bytes. torch sends fewer messages, because we let it gather pooler and classifier together.
+# Our stage 3 and torch's store the same bytes (the peak also has gathered weights and temporaries). torch sends fewer messages, because we let it gather pooler and classifier together.
 #
-# `reshard_after_forward=False` (third row) keeps all gathered weights until backward. This saves one all-gather per module, but the peak contains the whole weights: use it if they fit and the link is slow.
+# `reshard_after_forward=False` keeps all gathered weights until backward. This saves one all-gather per module, but the peak contains the whole weights: use it if they fit and the link is slow.
 #
-# > **On a GPU:** the Trainer's switch is `TrainingArguments(fsdp=True)`. It needs accelerators: on CPU ranks accelerate 1.15 ignores it and trains with DDP (the lab warns).
+# > **On a GPU:** the Trainer's switch is `TrainingArguments(fsdp=True)`. It needs accelerators: on CPU ranks accelerate 1.15 ignores it and trains with DDP.
 #
 # The *estimate* (lesson 00) traces one rank of FSDP2 on GPUs, and one of DeepSpeed (next section). DeepSpeed stores more than the formula says; the list before *What held: bytes* says why.
 
@@ -469,7 +469,7 @@ plots.Table(
 )
 
 # %% [markdown]
-# We compared the estimate with *rehearsals*: dry runs of torch's CUDA build on a stub CUDA runtime, which allocates memory as a GPU would and computes nothing. For small GPT-2s and Llamas on two and four A100, estimate and rehearsal agreed to the byte, except for 512 unexplained bytes in DeepSpeed's stage 3.
+# We compared the estimate with *rehearsals*: dry runs of torch's CUDA build on a stub CUDA runtime, a library that allocates memory as a GPU would and computes nothing. For small GPT-2s and Llamas on two and four A100, estimate and rehearsal agreed to the byte, except for 512 unexplained bytes in DeepSpeed's stage 3.
 #
 # With accelerate 1.15 some trainings stop with an error if `fsdp` is on:
 #
@@ -479,7 +479,7 @@ plots.Table(
 #
 # ### The library: DeepSpeed
 #
-# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, an optional package of this course. The function below also shows the guides' deployment in a notebook: with one process there is no launcher, so it sets the launcher's environment variables itself. By default, DeepSpeed 0.19 clips gradients at 1.0, whatever the Trainer's `max_grad_norm` is. With `"gradient_clipping": "auto"` in its configuration it takes the Trainer's value.
+# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, an optional package. A notebook's one process has no launcher: as in the guides, the function below sets the launcher's environment variables itself. By default, DeepSpeed 0.19 clips gradients at 1.0, whatever the Trainer's `max_grad_norm` is. With `"gradient_clipping": "auto"` it takes the Trainer's value.
 
 
 # %%
@@ -533,12 +533,12 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 # - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter. In stage 3 on two ranks, this copy is only in *total*.
 # - In stage 3, small weights stay whole.
 # - A *bucket*, a buffer for messages, has 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* has buffers.
-# - In stage 2, *gradients* also has the whole gradient of the word embedding, which does not fit into a bucket. (The estimate has it twice.) In stage 3 the gradient shard is a buffer, so *gradients* has only the word embedding's gradient.
+# - In stage 2, *gradients* also has the whole gradient of the word embedding, which does not fit into a bucket. (The estimate's table has this gradient twice.) In stage 3 the gradient shard is a buffer, so *gradients* has only the word embedding's gradient.
 # - The row *on the host* saves nothing here: a CPU rank's memory is the host's. Its *gradients* has the host's copy of the gradient shard, 4/N bytes.
 #
 # ### What held: bytes
 #
-# `zero-saves` is 1 if a second rank saves exactly half of what the stage shards. It is above 1 if buffers shrink too.
+# `zero-saves` is 1 if, with a second rank, each rank saves exactly half of what the stage shards. It is above 1 if buffers shrink too.
 
 # %% tags=["claim"]
 if libraries:  # DeepSpeed: bytes that a second rank saves / half of the bytes that the stage shards, fp32 copy included
@@ -557,8 +557,6 @@ claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes,
 #
 # ## Part 2: when shards alone do not help
 #
-# The model still does not fit, or the link between the hosts is slow.
-#
 # ### Slow links between hosts: HSDP
 #
 # **HSDP**, hybrid sharding, arranges the ranks in a two-dimensional mesh: here in 2 rows of 2 ranks. The ranks of a row, joined by a fast link inside a host, shard the weights. The rows are replicas. Over the slow link between the rows only the shards of the gradients are summed. A rank stores 16 P divided by the number of ranks *in a row*.
@@ -572,7 +570,7 @@ plots.Table(head, [fsdp_row(hybrid, little)])
 #
 # ### States on the host
 #
-# **Offload** moves bytes into the host's memory (`offload_optimizer` and `offload_param` in DeepSpeed's table above). By hand: the host has a copy of the weights, and the optimizer. In each step the gradients go to the host, and new weights come back, over PCIe, the card's link.
+# **Offload** moves bytes into the host's memory (`offload_optimizer` and `offload_param` in DeepSpeed's table above). By hand: the optimizer and a copy of the weights are on the host. In each step the gradients go to the host, and new weights come back, over PCIe, the card's link.
 #
 # > **On a GPU:** only here can you see what offload saves, because the GPU's memory is not the host's.
 
@@ -604,11 +602,11 @@ if lab.machine.kind == "cuda":
     on_gpu, on_host = (run.memory.phases["forward"] for run in both)
 
 # %% [markdown]
-# The batch size does not change the bytes that cross PCIe in a step. Which takes longer, computing or sending? A token costs some 6 FLOPs per parameter (lesson 02). The bytes grow with the parameters, too, so the size of the model does not matter. The number of **tokens per card per step** does matter: with too few, the link is the bottleneck. In bf16, stage 3 sends 3 x 2 bytes per parameter; offload moves 2 bytes to the host and 2 back.
+# The batch size does not change the bytes that cross PCIe in a step. Which takes longer, computing or sending? A token costs some 6 FLOPs per parameter (lesson 02). The bytes grow with the parameters too, so the model's size does not matter. The number of **tokens per card per step** does: with too few, the link is the bottleneck. In bf16, stage 3 sends 3 x 2 bytes per parameter; offload moves 2 bytes to the host and 2 back.
 #
 # ### Explore
 #
-# How many tokens does your link need?
+# How many tokens does your link need? `busy_TFLOPs` is the rate that a card really reaches.
 
 # %% tags=["widget"]
 # An all-reduce sends 2 bytes twice, stage 3 three times; offload moves them to the host and back.
@@ -633,13 +631,13 @@ _ = widgets.explore(binding, link_GB_s=[50, 16, 32, 450], busy_TFLOPs=[400, 60, 
 # %% [markdown]
 # The curves are calculated: bytes divided by rates, for a step that overlaps its messages with computing perfectly. The legend shows the number of tokens from which the link is fast enough. With accumulation, DDP and offload send once for the tokens of all micro-batches; stage 3 sends in every micro-batch.
 #
-# The rates: 16 and 32 GB/s are PCIe 3 and 4, 50 GB/s is a 400 Gbit/s network, and 450 GB/s is an H100's NVLink. An H100 keeps some 400 of its 989 TFLOP/s busy.
+# The rates: 16 and 32 GB/s are PCIe 3 and 4, 50 GB/s is a 400 Gbit/s network, and 450 GB/s is an H100's NVLink. An H100 reaches some 400 of its 989 TFLOP/s.
 #
 # ### States in a file
 #
 # DeepSpeed offloads to files with `{"device": "nvme", "nvme_path": ...}`. This needs an extension that is compiled against libaio (`make build/deepspeed DS_BUILD_AIO=1`, some minutes). With it, DeepSpeed's table above has a row for files.
 #
-# Without DeepSpeed, `numpy.memmap` makes an array whose bytes are those of a file. The cell counts memory that the system cannot drop when it needs room (in `/proc/self/status`: `RssAnon`, and `RssShmem` for files in `/dev/shm`).
+# Without DeepSpeed, `numpy.memmap` makes an array whose bytes are those of a file. The cell counts memory that the system cannot drop when it needs room. In `/proc/self/status` this is `RssAnon` (memory without a file) and `RssShmem` (files in `/dev/shm`, which are on no disk).
 
 
 # %%
@@ -740,7 +738,7 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 # %% [markdown]
 # ### The decision tree
 #
-# The guide's tree: if the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits, because each later one sends more or waits longer. A card always needs room for its activations and the whole largest layer. With offload, the host or a disk needs room for the bytes that leave the card.
+# The guide's tree: if the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits. Each later one sends more or waits longer. (Stage 1 sends as much as DDP, but gathers the weights after the update.) A card always needs room for its activations and the whole largest layer. With offload, the host or a disk needs room for the bytes that leave the card.
 #
 # `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each *layout* (DDP, FSDP, ...). It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards of one host (nothing goes *between hosts*): over a fast link, over a slow link, and on cards that are too small. (With bf16, FSDP sends 16-bit numbers and DDP fp32 gradients: here DDP sends more.)
 
