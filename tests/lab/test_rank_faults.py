@@ -7,6 +7,7 @@ import signal
 import socket
 import tempfile
 import time
+from datetime import timedelta
 from multiprocessing import resource_tracker
 
 import psutil
@@ -229,6 +230,21 @@ def test_an_outcome_that_gloo_did_not_end_keeps_its_message():
     assert outcomes.explained(outcome, "something else") == outcome
 
 
+def test_ranks_that_never_met_are_launched_once_more(lab, tmp_path):
+    def meet(task):
+        rank = os.environ["RANK"]
+        is_second = (tmp_path / rank).exists()
+        (tmp_path / rank).touch()
+        if rank == "1" and not is_second:
+            raise RuntimeError(worker._NEVER_MET)
+        if not is_second:
+            time.sleep(60)  # as one that waits for the other
+        return os.environ["RANK"]
+
+    run = lab.run(meet, measure=("none",), processes=2)
+    assert [rank["value"] for rank in run.ranks] == ["0", "1"], run.message
+
+
 def test_ranks_get_another_port_if_a_process_takes_theirs(monkeypatch):
     import torch
     from torch.distributed.launcher import api
@@ -251,3 +267,40 @@ def test_ranks_get_another_port_if_a_process_takes_theirs(monkeypatch):
     two = training.Experiment("two", Task("bert-tiny"), processes=2, arguments=Arguments({"use_cpu": True}))
     assert worker._launch(two, "none", None).ok
     assert len(set(endpoints)) == 2
+
+
+def test_an_option_of_gloo_that_a_newer_torch_has_is_passed_on(monkeypatch):
+    from torch.distributed import distributed_c10d
+
+    class Newer:
+        def __init__(self, *where, **options):
+            self.given = where, options
+
+        def _set_default_timeout(self, timeout):
+            self.timeout = timeout
+
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", Newer)
+    worker._meet_or_fail()
+    half_an_hour, options = timedelta(minutes=30), {"enable_reconfigure": True}
+    made = distributed_c10d.ProcessGroupGloo("store", 0, 2, timeout=half_an_hour, **options)
+    assert made.given == (("store", 0, 2), {"timeout": worker._TO_MEET, **options}) and made.timeout == half_an_hour
+
+
+def test_a_rank_waits_a_minute_for_others_to_connect_and_longer_for_what_they_send(lab):
+    def alone(task):
+        import torch
+        import torch.distributed as dist
+
+        worker._TO_MEET = timedelta(seconds=1)
+        worker._meet_or_fail()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        patience = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        dist.destroy_process_group()
+        start = time.monotonic()
+        try:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2)
+        except RuntimeError as error:
+            return [patience, worker._NEVER_MET in str(error), time.monotonic() - start < 20]
+
+    run = lab.run(alone, measure=("none",), timeout=60)
+    assert run.value == [1800, True, True], run.message
