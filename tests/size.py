@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 13_163, 99),
+    ("trainmem", ["trainmem/**/*.py"], 13_218, 100),
     ("  core", ["trainmem/core/*.py"], 2_143, 15),
-    ("  measure", ["trainmem/measure/*.py"], 2_177, 15),
+    ("  measure", ["trainmem/measure/*.py"], 2_190, 15),
     ("  estimate", ["trainmem/estimate/*.py"], 4_939, 37),
-    ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_650, 15),
+    ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_694, 16),
     ("  advise", ["trainmem/advise/*.py"], 1_103, 8),
     ("  what all share", ["trainmem/*.py"], 1_151, 9),
     ("perf_helpers", ["perf_helpers/**/*.py"], 4_044, 38),
@@ -29,8 +29,8 @@ BUDGETS = (
     ("  compare", ["perf_helpers/compare/*.py"], 455, 4),
     ("  sweep", ["perf_helpers/sweep/*.py"], 512, 3),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_010, 11),
-    ("benchmarks", ["benchmarks/*.py"], 5_760, 43),
-    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_220, 25),
+    ("benchmarks", ["benchmarks/*.py"], 5_945, 46),
+    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_240, 25),
     ("README.md", ["README.md"], 200, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 455, 1),
 )

@@ -375,6 +375,43 @@ def test_only_what_a_program_would_have_compiled_is_named(program):
     assert {*run.processes[0]["compiled"]} == {"used", "Linear", "Tanh"} and "global hooks" not in printed.err
 
 
+FLEX = """
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def attention(q, k, v, mask):
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+def peaks(function):
+    made = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    q, k, v = (torch.randn(2, heads, 1024, 64, **made) for heads in (8, 2, 2))
+    for _ in range(2):
+        q.grad = k.grad = v.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = function(q, k, v, mask)
+        peak = torch.cuda.max_memory_allocated() - before
+        held = torch.cuda.memory_allocated() - before
+        out.backward(torch.ones_like(out))
+        last = torch.cuda.max_memory_allocated() - before
+        del out
+    return peak, held, last
+mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 1024, 1024, device="cuda")
+for function in (torch.compile(attention), attention):
+    print(*peaks(function))
+"""
+
+
+@pytest.mark.nightly
+def test_flex_attention_that_a_program_compiles_takes_the_memory_of_its_kernels(program):
+    run, printed = program(FLEX)
+    assert run.status == "finished", printed.err
+    compiled, plain = ([*map(int, line.split())] for line in printed.out.splitlines()[-2:])
+    out, sums = 2 * 8 * 1024 * 64 * 2, 2 * 8 * 1024 * 4
+    made = out + 2 * sums  # the output, log-sum-exps and largest scores; backward adds 3 gradients and a factor
+    assert compiled[1] == made and made <= compiled[0] <= made + 4096
+    assert compiled[2] == made + out + out + out // 2 + sums
+    assert plain[1] == made and plain[0] > 2 * 8 * 1024**2 * 4
+
+
 @pytest.mark.nightly
 def test_ranks_that_a_program_starts_are_reported_each(program):
     text = """

@@ -371,7 +371,7 @@ def _meet_or_fail() -> None:
     gloo connects each rank with each other rank. In rare cases a connection fails, and all ranks would wait silently
     until torch's timeout, half an hour.
     """
-    # Seen once, in a launch of eight ranks on two cores, and not in 450 further launches.
+    # Seen twice, in launches of eight ranks on two cores, and not in 450 further launches.
     from torch.distributed import distributed_c10d
 
     class Gloo(distributed_c10d.ProcessGroupGloo):

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from trainmem.rehearsal import exchanged_values, process_recorder
+from trainmem.rehearsal import exchanged_values, flex_attention, process_recorder
 from trainmem.rehearsal.device_memory import memory_of, out_of_sight
 from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, Values, is_small
 from trainmem.rehearsal.needed_libraries import explained
@@ -118,6 +118,7 @@ def install() -> None:
     def uncompiled(*args, **kwargs):
         """Do as `torch.compile` does, but let the result run uncompiled: what Triton compiles cannot be loaded here."""
         torch.compiler.set_stance("force_eager")  # not before: it imports torch._dynamo, 1.5 seconds in each process
+        flex_attention.install(mode.answers)
         return compiled(*args, **kwargs)
 
     grouped_product = torch._grouped_mm
