@@ -1,10 +1,11 @@
 """Make the calculator's tables with the estimate: one file for each recipe of each model, and an index of them.
 
-    python website/calculator_tables.py [--out website/_static/tables] [MODEL ...]
+    python website/calculator_tables.py [--changed] [--out website/_static/tables] [MODEL ...]
 
-`calculator.toml` lists models and recipes. A table is kept as long as the code that it depends on and the libraries are
-unchanged, so an interrupted run continues. Tables are committed; making one takes up to a minute.
-The file of a table has about 10 kB.
+`calculator.toml` lists models and recipes. A table is kept as long as the libraries that it was traced with are those
+installed, so an interrupted run continues; with --changed it must also be made by the present code. Tables are
+committed, each with its versions, because all of them take hours: about half a minute of one core each. The file of a
+table has about 10 kB.
 """
 
 import argparse
@@ -184,24 +185,34 @@ def versions() -> dict[str, str | None]:
 
 def read(file: Path) -> dict[str, Any]:
     """Read a table; return {} if the file does not exist."""
-    return json.loads(gzip.decompress(file.read_bytes())) if file.exists() else {}
+    return {"versions": _FIRST} | json.loads(gzip.decompress(file.read_bytes())) if file.exists() else {}
 
 
-def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str]:
-    """Write those tables of a model that are missing or out of date, and yield a line of text for each.
+# Those of the tables that do not name their own.
+_FIRST = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "bitsandbytes": "0.50.2", "peft": None}
 
-    `given`: {question: the choices on offer}, as in calculator.toml. Tables are written to `folder`/`model`.
+
+def build(model: str, given: dict[str, list[str]], folder: Path, changed: bool = False) -> Iterator[str]:
+    """Write those tables of a model that are missing or made with other libraries, and yield a line of text for each.
+
+    Args:
+        model: a model of calculator.toml; its tables are written to `folder`/`model`.
+        given: {question: the choices on offer}, as in calculator.toml.
+        folder: the folder of all tables.
+        changed: also write those that other code of this package made.
     """
     task, before = Task(model), {}
     for recipe in recipes_of(given):
         file = folder / model / f"{recipe.key}.json.gz"
-        if read(file).get("made_from") == made_from(model):
+        known = read(file)
+        if known.get("versions") == versions() and (not changed or known["made_from"] == made_from(model)):
             continue
         try:
             table = table_of(task, recipe, before)
         except (Unfit, ValueError) as error:
             table = {"refused": str(error)}
-        text = json.dumps({"made_from": made_from(model)} | table, separators=(",", ":"))
+        table = {"made_from": made_from(model), "versions": versions()} | table
+        text = json.dumps(table, separators=(",", ":"))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(gzip.compress(text.encode(), mtime=0))
         yield f"{model} {recipe.key}: {file.stat().st_size:,} bytes{' ' + table.get('refused', '')[:300]}"
@@ -210,17 +221,21 @@ def build(model: str, given: dict[str, list[str]], folder: Path) -> Iterator[str
 def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the index that the calculator's page loads before any table of a recipe.
 
-    "models" has each model's sizes, its memory by other tools' formulas, and the names of its tables; a model without a
-    table in `folder` is left out. "questions" is {question: {choice: training arguments}}. "kernels" is {major compute
-    capability: key of `KERNELS`}. "categories" lists [name, colour], "cards" the properties of each card. "versions" is
-    {library: version}.
+    "models" has each model's sizes, its memory by other tools' formulas, and {name of a table: place of its versions in
+    "versions"} as "recipes"; a model without a table in `folder` is left out. "versions" lists {library: version}.
+    "questions" is {question: {choice: training arguments}}. "kernels" is {major compute capability: key of `KERNELS`}.
+    "categories" lists [name, colour], "cards" the properties of each card.
 
     `published`: the content of calculator.toml.
     """
-    models = {}
+    models, made_with = {}, []
     for model in published["models"]:
-        found = sorted(file.name.removesuffix(".json.gz") for file in (folder / model).glob("*.json.gz"))
-        kept = [key for key in found if "parts" in read(folder / model / f"{key}.json.gz")]
+        kept = {}
+        for file in sorted((folder / model).glob("*.json.gz")):
+            if "parts" in (table := read(file)):
+                if table["versions"] not in made_with:
+                    made_with.append(table["versions"])
+                kept[file.name.removesuffix(".json.gz")] = made_with.index(table["versions"])
         if kept:
             most, longest = room_of(Task(model))
             config = Task(model).build_config()
@@ -246,7 +261,7 @@ def index(published: dict[str, Any], folder: Path) -> dict[str, Any]:
             }
             for key, card in cards.CARDS.items()
         ],
-        "versions": versions(),
+        "versions": made_with,
     }
 
 
@@ -290,13 +305,16 @@ def main() -> None:
     parser.add_argument(
         "models", nargs="*", metavar="MODEL", help="models in calculator.toml, e.g. gpt2 (default: all)"
     )
+    parser.add_argument("--changed", action="store_true", help="also make the tables that other code made")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "_static" / "tables")
     options = parser.parse_args()
     published = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))
     optional_packages.offer("peft")
     for model in options.models or published["models"]:
         own = published["models"][model]
-        for line in build(model, published["usual"] | published.get(own.get("like"), {}) | own, options.out):
+        for line in build(
+            model, published["usual"] | published.get(own.get("like"), {}) | own, options.out, options.changed
+        ):
             print(line, flush=True)
         content = json.dumps(index(published, options.out), separators=(",", ":"))
         (options.out / "index.json").write_text(content, encoding="utf-8")

@@ -32,6 +32,7 @@ Sum = tuple[int, ...]  # the coefficients of 1, t, t², b, bt, bt²
 _EMBEDDING, _REDUCTION, _NORM_BACKWARD, _WORKSPACE = "embedding", "reduction", "norm backward", "workspace"
 _FLASH = "aten._scaled_dot_product_flash_attention.default"
 _NORM = "aten.linalg_vector_norm.default"
+_WITH_RULES = ("aten.embedding_dense_backward", "aten.native_layer_norm_backward", "aten.sum", "aten.mean")
 
 
 class Unfit(ValueError):
@@ -58,10 +59,10 @@ class Events:
     marks: list[tuple[str, int]] = field(default_factory=list)
     emptied: list[int] = field(default_factory=list)  # as in `Log.emptied`
 
-    @property
+    @functools.cached_property
     def order(self) -> tuple:
         """Return the parts of a trace that must not change with the micro-batch and the length, e.g. the order of its
-        events.
+        events. Ask for it when all events are there.
         """
         kinds = [(label, program and (*program[:2], len(program.numbers))) for _, label, program in self.blocks]
         return self.events, self.marks, self.emptied, kinds
@@ -156,8 +157,10 @@ def _program(operation: Operation | None, label: Label) -> Program | None:
         return Program(_WORKSPACE, (), ())
     if operation is None or label.operation != operation.name:
         return None
-    args, kwargs = nested(operation.leaves, operation.structure)
     kind = ".".join(operation.name.split(".")[:2])
+    if kind not in _WITH_RULES and operation.name != _NORM:
+        return None
+    args, kwargs = nested(operation.leaves, operation.structure)
     if kind == "aten.embedding_dense_backward":
         gradient, indices, weights, _, by_frequency = args
         copies = [each.bytes for each in (gradient, indices) if not _is_contiguous(each)]
@@ -170,8 +173,6 @@ def _program(operation: Operation | None, label: Label) -> Program | None:
         copies = [] if _is_contiguous(gradient) else [gradient.bytes]
         width = math.prod(shape)
         return Program(_NORM_BACKWARD, (width, sizes, len(copies)), (math.prod(tensor.shape) // width, *copies))
-    if kind not in ("aten.sum", "aten.mean") and operation.name != _NORM:
-        return None
     tensor, *rest = args
     dim = kwargs.get("dim", next(iter(rest[1:] if operation.name == _NORM else rest), None))
     dims = range(len(tensor.shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
@@ -185,6 +186,7 @@ def _program(operation: Operation | None, label: Label) -> Program | None:
     return Program(_REDUCTION, (dims, bytes_each, len(copies)), (*tensor.shape, *tensor.stride, *copies))
 
 
+@functools.cache
 def _taken(program: Program | None, capability: tuple[int, int]) -> list[int]:
     """Return the bytes of each workspace block that a kernel allocates in addition to its result, as its `program`
     calculates them.

@@ -20,17 +20,20 @@ from calculator_tables import OF_MAJOR, Recipe
 
 TABLES = Path(__file__).parents[2] / "website" / "_static" / "tables"
 INDEX = json.loads((TABLES / "index.json").read_text(encoding="utf-8"))
-MADE_WITH = {name: version for name, version in INDEX["versions"].items() if name != "peft"}
+HERE = calculator_tables.versions()
+
+
+def is_of_these_versions(place):
+    """Return whether tables were made with the libraries installed here; `place`: of their versions in the index."""
+    return all(version in (None, HERE[name]) for name, version in INDEX["versions"][place].items() if name != "peft")
+
+
 KEYS = [(model, key) for model, about in INDEX["models"].items() for key in about["recipes"]]
-LARGEST_FIRST = sorted(INDEX["models"], key=lambda model: -INDEX["models"][model]["parameters"])
+PRESENT = [(model, key) for model, key in KEYS if is_of_these_versions(INDEX["models"][model]["recipes"][key])]
+LARGEST_FIRST = sorted({model for model, _ in PRESENT}, key=lambda model: -INDEX["models"][model]["parameters"])
 OF_KIND = {INDEX["models"][model]["config"]["model_type"]: model for model in LARGEST_FIRST}  # the smallest of each
 
-pytestmark = [
-    pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs"),
-    pytest.mark.skipif(
-        not MADE_WITH.items() <= calculator_tables.versions().items(), reason=f"the tables are of {MADE_WITH}"
-    ),
-]
+pytestmark = pytest.mark.skipif(not shutil.which("node"), reason="no node: apt-get install nodejs")
 
 
 def test_the_index_names_every_table_and_knows_the_cards():
@@ -74,11 +77,11 @@ def compare(model, key, chance):
 @pytest.mark.parametrize("kind", OF_KIND)
 def test_a_published_table_of_each_kind_of_model_says_what_the_estimate_does(kind):
     model, chance = OF_KIND[kind], random.Random(kind)
-    compare(model, chance.choice(INDEX["models"][model]["recipes"]), chance)
+    compare(model, chance.choice([key for name, key in PRESENT if name == model]), chance)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("model", "key"), KEYS)
+@pytest.mark.parametrize(("model", "key"), PRESENT)
 def test_every_published_table_says_what_the_estimate_does(model, key):
     chance = random.Random(f"{model} {key}")
     for _ in range(3):

@@ -71,9 +71,6 @@ class Calculator {
     this.turn = 0; // number of changes so far; work for an earlier change is abandoned
     this.controls = {};
     for (const name of Object.keys(LABELS)) this._addControl(name);
-    const versions = Object.entries(index.versions).filter(([, version]) => version);
-    const made = versions.map(([name, version]) => `${name} ${version}`).join(", ");
-    part("versions").textContent = `Traced with ${made}. Other versions may take some MB more or less.`;
     part("config").addEventListener("input", (event) => this._paste(event.target.value));
     this.read(new URLSearchParams(location.hash.slice(1)));
     let width = innerWidth;
@@ -114,7 +111,7 @@ class Calculator {
     const names = Object.keys(models).sort(byName);
     this._offer("model", names.map((name) => [name, name]), wanted.get("model") ?? Object.keys(models)[0]);
     const model = models[this.controls.model.value];
-    const keys = model.recipes.map((key) => key.split("."));
+    const keys = Object.keys(model.recipes).map((key) => key.split("."));
     QUESTIONS.forEach((name, place) => {
       const known = Object.keys(this.index.questions[name]).filter((value) => keys.some((key) => key[place] === value));
       this._offer(name, known.map((value) => [value, WORDS[value] ?? value]), wanted.get(name));
@@ -154,11 +151,21 @@ class Calculator {
     return Object.fromEntries(Object.entries(this.controls).map(([name, control]) => [name, control.value]));
   }
 
+  /** Return the name of the table of a choice. */
+  key(choice) {
+    const kernels = choice.precision === "fp32" ? "any" : this.index.kernels[this.cards.get(choice.card).capability[0]];
+    return [...QUESTIONS.map((name) => choice[name]), kernels].join(".");
+  }
+
+  /** Return the versions of the libraries with which the table of a choice was made: {name: version or null}. */
+  versions(choice) {
+    return this.index.versions[this.index.models[choice.model].recipes[this.key(choice)]];
+  }
+
   /** Return the content of a recipe's table; null if there is none for this card. */
   async recipe(choice) {
-    const kernels = choice.precision === "fp32" ? "any" : this.index.kernels[this.cards.get(choice.card).capability[0]];
-    const key = [...QUESTIONS.map((name) => choice[name]), kernels].join(".");
-    if (!this.index.models[choice.model].recipes.includes(key)) return null;
+    const key = this.key(choice);
+    if (!(key in this.index.models[choice.model].recipes)) return null;
     const address = new URL(`${choice.model}/${key}.json.gz`, TABLES).href;
     if (!this.tables.has(address)) this.tables.set(address, fetched(address));
     return this.tables.get(address);
@@ -223,6 +230,9 @@ class Calculator {
     const measured = part("published").querySelector("tbody"); // the chosen model's come first
     measured.append(...[...measured.rows].sort((one, other) => isOf(other) - isOf(one)));
     this._showCommands(choice);
+    const versions = Object.entries(this.versions(choice)).filter(([, version]) => version);
+    const made = versions.map(([name, version]) => `${name} ${version}`).join(", ");
+    part("versions").textContent = `This choice was traced with ${made}. Other versions may take some MB more or less.`;
   }
 
   /** Return the type of the chosen weights, and the type of the published model, in which `from_pretrained` loads it. */
@@ -369,7 +379,7 @@ class Calculator {
     const samples = 4 * Number(choice.batch) * Number(choice.accumulation);
     if (samples > 512) words.push(`--dataset-size ${samples}`);
     if (choice.segments === "expandable") words.push("--allocator-settings expandable_segments:True");
-    words.push(`--torch ${this.index.versions.torch.split(".", 2).join(".")}`);
+    words.push(`--torch ${this.versions(choice).torch.split(".", 2).join(".")}`);
     for (const [name, value] of Object.entries(this.arguments(choice))) {
       const text = typeof value === "object" ? `'${JSON.stringify(value)}'` : value;
       words.push(value === true ? `--${name}` : `--${name} ${text}`);
