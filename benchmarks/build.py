@@ -28,6 +28,7 @@ import gpu_page
 import matrix_page
 import measure_programs
 import published_lora
+import published_programs
 from runner import RESULTS, read_record, write_record
 from tables import MIB, mebibytes, share, spread, table, verdict, versions
 
@@ -586,6 +587,8 @@ def page(measured: dict[str, dict], cards: dict[str, dict], suites: dict[str, di
         cuda_page.published(),
         "## LoRA on a T4, and which torch it was",
         published_lora.page(),
+        "## Programs whose projects publish their memory",
+        published_programs.page(),
     ]
     return "\n\n".join(parts) + "\n"
 

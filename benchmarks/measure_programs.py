@@ -74,7 +74,7 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
     places = {"source": source, "inputs": INPUTS, "out": out, "packages": PACKAGES}
     words = [word.format(**places) for word in program["command"]]
     variables = {name: value.format(**places) for name, value in program.get("variables", {}).items()}
-    with surroundings(out, [PACKAGES, *(source / each for each in program.get("paths", ()))], variables):
+    with surroundings(out, [*(source / each for each in program.get("paths", ())), PACKAGES], variables):
         for setup in program.get("setup", ()):
             subprocess.run([sys.executable, *(word.format(**places) for word in setup)], check=True, timeout=SECONDS)
         start = time.monotonic()
