@@ -1,7 +1,7 @@
 # %% [markdown]
 # # How few bits does training need?
 #
-# Your fine-tuning in fp16 logs a loss of NaN after some steps. The same script in bf16 trains well. Both formats have 16 bits, so why? The first part of this lesson finds the cause in the bits, and builds the remedy. The second part measures what 16 bits save, in memory and in time.
+# Your fine-tuning in fp16 logs a loss of NaN after some steps. The same script in bf16 trains well. Both formats have 16 bits, so why? Part 1 finds the cause in the bits, and builds the remedy. Part 2 measures what 16 bits save, in memory and time.
 #
 # **You will see**
 #
@@ -13,7 +13,7 @@
 #
 # **Before you start:** lessons 01 (memory) and 03 (a speed ratio with its interval).
 #
-# **What a CPU cannot show:** tf32, and the speed of fp16. Of the lesson's 29 claims, 9 need a GPU.
+# **What a CPU cannot show:** tf32 (a format for matmuls on NVIDIA's GPUs), and the speed of fp16. Of the lesson's 29 claims, 9 need a GPU.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -50,7 +50,7 @@ print(f"{lab.machine.name}: mixed precision is {mixed}")
 # ## Part 1: NaN in fp16, fine in bf16
 # ### Idea
 #
-# A number in fp32 takes four bytes. Two bytes are half as much to store and to move, and chips with 16-bit units multiply such numbers several times as fast. But 16 bits distinguish fewer numbers. *Mixed precision* therefore keeps weights, gradients and optimizer states in fp32, and lets the large matmuls work on 16-bit copies.
+# A number in fp32 takes four bytes. Two bytes are half as much to store and to move, and chips with 16-bit units multiply such numbers several times as fast. But 16 bits distinguish fewer numbers. *Mixed precision* therefore keeps weights, gradients and optimizer states in fp32, and lets the large matmuls work on 16-bit copies. In torch, *autocast* makes these copies.
 #
 # > **On a GPU** mixed precision in this lesson is `fp16=True`, on a CPU `bf16=True`. Part 1 tries the formats and the loss scaler on the CPU everywhere.
 #
@@ -58,7 +58,7 @@ print(f"{lab.machine.name}: mixed precision is {mixed}")
 #
 # A floating-point number has a sign, an exponent (which power of two) and a mantissa (the digits). The picture shows the bits of one number as they are stored. tf32 is never stored: it is fp32 whose last mantissa bits are left out inside a matmul (13 of them on Ampere, NVIDIA's first GPUs with tf32).
 #
-# The printed line tries the 2023 guide's largest fp16 number, 65535, and three smaller ones. The table below it shows how large a number can get, and at which number a sum of ones stops growing.
+# The printed line tries the 2023 guide's largest fp16 number, 65535, and three smaller ones. The table shows how large a number can get, and at which number a sum of ones stops growing.
 
 
 # %%
@@ -129,7 +129,7 @@ ax.set(xlabel="power of ten", xlim=(-47, 66), ylim=(2.5, -1.1))
 _ = ax.set_title("Range of the formats", loc="left")
 
 # %% [markdown]
-# fp16 holds neither of them. 66246 becomes `inf`, and from an `inf` the next operations make `nan`; 2e-8 becomes 0, and a weight without a gradient does not learn. bf16 holds both, because it has the range of fp32. It pays with digits: a running sum of ones gets stuck at 256, in fp16 at 2048. fp16 has more digits and little range.
+# fp16 holds neither of them. 66246 becomes `inf`, and later operations turn it into `nan` (inf - inf); 2e-8 becomes 0, and a weight without a gradient does not learn. bf16 holds both, because it has the range of fp32. It pays with digits: a running sum of ones gets stuck at 256, in fp16 at 2048.
 #
 # The guides mention bf16 only for Ampere and TPUs (note 1 at the end is about their check). Newer CPUs have instructions for it, and other machines emulate it.
 #
@@ -186,7 +186,7 @@ print(f"trained in bf16 on prices up to 90%, and fine-tuned in bf16: {stayed:.0%
 #
 # ### By hand: the loss scaler
 #
-# Gradients are small, and fp16 has no number between 0 and about 6e-8. How many gradients become 0? That depends on their size. So the next table multiplies the loss of a small network by smaller and smaller factors, called *loss weights*, as you would do for a side task (one that should count less): every gradient shrinks by the same factor.
+# Gradients are small, and fp16 has no number between 0 and about 6e-8. How many become 0 depends on their size. So the next table multiplies the loss of a small network by smaller and smaller factors, called *loss weights*. Every gradient shrinks by the same factor. (A side task, which should count less, has such a weight.)
 #
 # The remedy is to multiply the loss by a large number, the *loss scale*. This multiplies every gradient, and before the update the gradients are divided by it again. The right scale is found by trying:
 #
@@ -278,7 +278,7 @@ try_scaler(2.0**42, "Small gradients (loss weight 1e-5)", weight=1e-5)
 try_scaler(2.0**16, "One bad step, the 26th", bad_step=25)
 
 # %% [markdown]
-# **Small gradients** (first picture): without scaling fp16 learns nothing, because all its gradients are 0. (The cross marks its last finite loss, here that of the last step.) With scaling the loss follows that of fp32, some steps later. The scale starts too high on purpose: steps are skipped until it fits. Then it grows, overflows, and is halved again.
+# **Small gradients** (first picture): without scaling fp16 learns nothing, because all its gradients are 0. (The cross marks its last finite loss, here that of the last step.) With scaling the loss follows that of fp32, some steps later. The scale starts too high on purpose: steps are skipped until it fits. Then it grows until a gradient overflows, and is halved.
 #
 # **One bad step** (second picture): without a scaler one `inf` makes every weight `nan`, and after the cross nothing brings the training back. The scaler discards that step, halves its scale, and doubles it again five good steps later. fp32 and bf16 can hold such a gradient, and clipping makes it harmless.
 #
@@ -410,7 +410,7 @@ exercises.check(lab, "loss scale", check_scale, my_scale)
 exercises.prove(check_scale, solution=2.0**32, mistake=2.0**16)
 
 # %% [markdown]
-# **This is the end of part 1**, and a good place for a break. If you come back in a new kernel, run the cells above again.
+# **Part 1 ends here.** If you continue in a new kernel, run the cells above again.
 #
 # ## Part 2: memory, speed and inference
 #
@@ -531,7 +531,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# Below the black line mixed precision costs memory. The bars show why: the weight copies take the same bytes at every batch size, while smaller activations and temporaries save more, the larger the batch. Weights, gradients and states are those of fp32; only pure half precision halves them. The guide's curve, read from nvidia-smi, rises from 84 of 4247 MB at batch 8 to 1976 of 10037 MB at 64.
+# Below the black line mixed precision costs memory. The bars show why: the weight copies take the same bytes at every batch size, while smaller activations and temporaries save more, the larger the batch. Weights, gradients and states are those of fp32; only pure half precision halves them. The guide's curve, read from nvidia-smi, rises from 84 of 4247 MB saved at batch 8 to 1976 of 10037 MB at 64.
 #
 # **Below batch 8**, the guide says, mixed precision takes more memory. This is true only if all gradients exist together with the copies:
 #
@@ -541,7 +541,7 @@ exercises.question(
 #
 # ### Do activations halve?
 #
-# The guides say that what autograd keeps for backward, the activations, halves. The next cells list these tensors by the module that keeps them (BERT's names: `self` is attention, `dense` a linear layer), and add them up.
+# The guides say that what autograd keeps for backward, the activations, halves. The next cells list these tensors by the module that keeps them (BERT's names: `self` is attention, `dense` a linear layer, `intermediate_act_fn` the GELU), and add them up.
 
 
 # %%
@@ -604,15 +604,15 @@ plots.Table(["activations against fp32", "default attention", "attn_implementati
 #
 # - **`LayerNorm`** keeps its input, a residual sum, which stays fp32. The embeddings' `dropout` works in fp32, too.
 # - **`query`, `key` and `value`** take the same tensor, which fp32 keeps once. Under autocast each of the three casts it again (the cache is for weights only), and three copies of half the size are more than the original.
-# - **`self`**, attention with dropout, uses torch's plain kernel on a CPU, which computes in fp32 inside ([pytorch#128922](https://github.com/pytorch/pytorch/pull/128922)): these are the fp32 matmuls of the printed line. On a CPU the model's own "eager" attention computes in 16 bits and keeps less (second table).
+# - **`self`**, attention, is by default one torch function. With dropout on a CPU it uses a plain kernel, which computes in fp32 inside ([pytorch#128922](https://github.com/pytorch/pytorch/pull/128922)): these are the fp32 matmuls of the printed line. `attn_implementation='eager'` selects transformers' own attention instead. On a CPU it computes in 16 bits and keeps less (second table).
 #
-# With 16-bit weights and eager attention nothing is fp32, and everything halves. Why not always? In bf16, a weight of 1 plus an update of 0.001 is 1: small updates are lost. Pure fp16 also has its small range.
+# With 16-bit weights and eager attention nothing is fp32, and everything halves. Why not always train with 16-bit weights? In bf16, a weight of 1 plus an update of 0.001 is 1: small updates are lost. Pure fp16 also has its small range.
 #
 # ### Is it fast, and does it still learn?
 #
 # A task that can be learnt is trained in fp32 and in mixed precision, with three seeds each. A *final loss* is the mean of the last 10 steps. In the picture each recipe is a band of three curves.
 #
-# > **On a GPU** from Ampere on (compute capability 8.0), tf32 is trained too. **On a CPU**, one run with `fp16=True` is added.
+# > **On a GPU** from Ampere on, tf32 is trained too. **On a CPU**, one run with `fp16=True` is added.
 
 # %%
 settings = {"per_device_train_batch_size": 16, "learning_rate": 3e-3, "lr_scheduler_type": "constant"}
@@ -672,18 +672,18 @@ exercises.question(
 #
 # **Is it faster?** The rate of the chip's matmuls decides, not a flag:
 #
-# - torch answers "yes" to bf16 wherever it can be *computed*, also on a T4 ([pytorch#148322](https://github.com/pytorch/pytorch/pull/148322)).
+# - torch answers "yes" to bf16 wherever it can be *computed*, also on a T4, which has no bf16 units ([pytorch#148322](https://github.com/pytorch/pytorch/pull/148322)).
 # - Without 16-bit instructions torch takes a slow path ([pytorch#118499](https://github.com/pytorch/pytorch/issues/118499)).
-# - With these instructions a CPU may be slower too: of three CPUs tried with `avx512_bf16`, one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
-# - The range after *mixed precision should train* is calculated from two parts of the step (Amdahl's law). The matmuls speed up by the ratio of their rates. All other work takes half to twice its time: its bytes are halved, but casts are added. The matmuls' share of a step is not known exactly, because small matmuls may run below the printed rate, and the Trainer adds work.
+# - With these instructions a CPU may be slower too: of three CPUs tried that have them (`avx512_bf16`), one multiplies in bf16 at 0.65 of fp32's rate ([table](../docs/trust.md#cpus-tried)).
+# - The range after *mixed precision should train* is calculated from two parts of the step, whose times are added (Amdahl's law). The matmuls speed up by the ratio of their rates. All other work takes half to twice its time: its bytes are halved, but casts are added. The matmuls' share of a step is not known exactly, because small matmuls may run below the printed rate, and the Trainer adds work.
 #
-# > **On a CPU** `fp16=True` has no effect if the cell printed True. accelerate applies this argument on accelerators only.
+# > **On a CPU** `fp16=True` has no effect if the line about its losses says True. accelerate applies this argument on accelerators only.
 #
 # ### Inference: the whole model in 16 bits
 #
 # Inference has no small updates to add, so the whole model may have 16 bits. The guide compares this with mixed precision, which keeps fp32 weights *and* 16-bit copies: 6 bytes per parameter. (Autocast makes no copies of embeddings, so the models below have small embeddings.)
 #
-# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. The third of the next cells evaluates two models that are the same function in fp32: a trained model, and its twin. A feed-forward layer has two weight matrices. In the twin the first is multiplied by 2^18, and the second is divided by 2^18. So only the activations between the two matrices are larger.
+# The Trainer's switches are `--fp16_full_eval` and `--bf16_full_eval`. The third of the next cells evaluates two models that compute the same function in fp32: a trained model, and its twin. A feed-forward layer has two weight matrices, here with a ReLU between them, which passes a positive factor on. In the twin the first is multiplied by 2^18, and the second is divided by 2^18. So only the activations between the two matrices are larger.
 
 # %%
 served = lab.task
@@ -769,8 +769,6 @@ plots.Table(header, [[name, *map(float, row)] for name, row in evals.items()])
 #
 # tf32 needs only permission: `torch.set_float32_matmul_precision("high")`, or the Trainer's `tf32=True` (note 2 at the end). Under fp16, tf32 can only speed up the matmuls that are left in fp32; they were counted above.
 #
-# > **On a GPU** from Ampere on, the claims below measure tf32.
-#
 # ### What held: memory
 
 # %% tags=["claim"]
@@ -790,8 +788,6 @@ claims.check("fp16-saves-with-batch", min(growth), note=f"saved: {by_size}")
 
 # %% [markdown]
 # ### What held: inference
-#
-# The last box has a predicted range, and says how it is calculated.
 
 # %% tags=["claim"]
 display(claims.check("half-inference", weighed[1] / weighed[0]))
@@ -803,7 +799,7 @@ claims.check("half-inference-speed", served_speed, predicted=in_step.half_speed)
 # %% [markdown]
 # ### What held: speed
 #
-# The 2022 guide's "up to 5x" was seen in Megatron-DeepSpeed, a program that trains very large models. Such a model's step is mostly large matmuls, so on a GPU the cell times one large matmul in fp32 and in fp16.
+# The 2022 guide's "up to 5x" was seen in Megatron-DeepSpeed, a program that trains very large models. Such a model's step is mostly large matmuls, so on a GPU the cell times one in fp32 and in fp16.
 
 
 # %%
