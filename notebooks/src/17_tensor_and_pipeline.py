@@ -1,12 +1,12 @@
 # %% [markdown]
 # # What if a model fits no device?
 #
-# Your model, its gradients and its optimizer states need more memory than any of your GPUs has, with micro-batches of one sample, checkpointing and Adafactor already switched on. The model itself must then be split over several GPUs: through its layers, or between them. Which split sends less, and which one needs the fast link?
+# Your model, its gradients and its optimizer states need more memory than any of your GPUs has, even with micro-batches of one sample, checkpointing and Adafactor. The model itself must then be split over several GPUs: through its layers, or between them. Which split sends less, and which one needs the fast link?
 #
 # **You will see**
 # - a block split through its matrices and a model split into stages: the same gradients as the whole model, with about half of the weights on each rank
-# - the messages that each split sends, counted one by one, and therefore which group of ranks needs the fast link
-# - how much of the time the devices of a pipeline compute, measured and drawn, and an order of micro-batches that stores fewer activations in the same time
+# - the messages that each split sends, and therefore which group of ranks needs the fast link
+# - how much of the time the devices of a pipeline compute, and an order of micro-batches that stores fewer activations in the same time
 #
 # **Time:** plan 60 minutes. The cells run for 1 to 2 minutes on two CPU cores.
 #
@@ -50,10 +50,10 @@ WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 128, 4, 4, 256, 64
 # %% [markdown]
 # ## Idea
 #
-# Data parallelism (lesson 15) puts a full copy of the model, a *replica*, on every device. If the model does not fit there, the model itself must be distributed. There are two ways:
+# Data parallelism (lesson 15) puts a full copy of the model, a *replica*, on every device. If the model does not fit there, the model itself must be distributed, in two ways:
 #
-# - **Tensor parallelism** splits *through* layers: each rank stores a shard of every matrix, and all ranks work on the same tokens at the same time.
-# - **Pipeline parallelism** splits *between* layers: each rank stores a **stage** (not one of ZeRO's), which is some whole layers, and sends its output to the next rank.
+# - **Tensor parallelism** splits *through* layers: each rank stores a shard of every matrix, and all ranks work on the same tokens at once.
+# - **Pipeline parallelism** splits *between* layers: each rank stores some whole layers, a **stage** (not one of ZeRO's), and sends its output to the next rank.
 #
 # (ZeRO, lesson 16, also shards the weights, but gathers each layer before the layer computes. Here no weight ever moves.)
 #
@@ -86,14 +86,14 @@ exercises.question(
 # %% [markdown]
 # ## By hand: one matrix, two shards
 #
-# `linear` multiplies its input by a matrix. The matrix can be split in two ways:
+# `linear` multiplies its input by a matrix, which can be split in two ways:
 #
 # - **by columns**, that is by outputs: each shard computes some of the outputs, from *all* inputs;
 # - **by rows**, that is by inputs: each shard takes some of the inputs, and computes a *partial sum* of every output.
 #
 # (The names belong to a matrix of inputs x outputs. torch stores its transpose, outputs x inputs, so a split by columns splits torch's dimension 0.)
 #
-# The cell below splits one matrix in each way, then two matrices with a gelu between them. It compares every result with that of the whole matrices, and prints nothing if all are equal.
+# The cell below splits one matrix in each way, then two matrices with a gelu between them. It prints nothing if every result equals that of the whole matrices.
 
 # %%
 torch.manual_seed(0)
@@ -122,9 +122,9 @@ exercises.question(
 )
 
 # %% [markdown]
-# So this *pair* of matrices needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a partial sum of the gradient of the pair's input, and one all-reduce adds them up. As in NVIDIA's library Megatron-LM, each end of a pair has a function. `Into`, at the pair's start, passes the input on unchanged in forward, and sums the gradients in backward. `OutOf`, at the pair's end, sums the outputs in forward, and passes the gradient on unchanged in backward. Attention is such a pair, too: query, key and value are split by columns, so that each rank has whole heads, and the output by rows.
+# So this *pair* of matrices needs no message in its middle, and one all-reduce (a sum over the ranks) at its end. Backward is the mirror image: each rank computes a partial sum of the gradient of the pair's input, and one all-reduce adds them up. As in NVIDIA's Megatron-LM, each end of a pair has a function. `Into`, at the pair's start, passes the input on unchanged in forward, and sums the gradients in backward. `OutOf`, at the pair's end, sums the outputs in forward, and passes the gradient on unchanged in backward. Attention is such a pair, too: query, key and value are split by columns, so that each rank has whole heads (each head attends by itself), and the output matrix by rows.
 #
-# The next four cells define a transformer block (attention and MLP) and a rank's shard of it. Then two real processes, connected by gloo, run the block in shards. `Traffic`, the dispatch mode of lesson 15, records the operations that send something to other ranks.
+# The next four cells define a transformer block (attention and MLP) and a rank's shard of it. Then two processes, connected by gloo, run the block in shards. `Traffic`, the dispatch mode of lesson 15, records the operations that send something to other ranks.
 
 
 # %%
@@ -254,14 +254,14 @@ rows = [[count, phase, len(sizes), sum(sizes), sum(sizes) / (4 * count * WIDTH)]
 plots.Table(["tokens", "phase", "all-reduces", "bytes", "bytes / (4 B x tokens x width)"], rows)
 
 # %% [markdown]
-# The last column divides the bytes by the size of the activations that pass through the block. It is 2 in every row, because forward and backward each have two all-reduces of that size. Data parallelism sends something else: one gradient per weight, however many tokens there are.
+# The last column divides the bytes by the size of the activations that pass through the block. It is 2 in every row, because forward and backward each have two all-reduces of that size. Data parallelism instead sends one gradient per weight, however many tokens there are.
 #
 # ### Embedding and head
 #
 # Embedding and head (the last layer) have a row for each word of the vocabulary, and each rank stores the rows of some words.
 #
 # - *Embedding*: a rank looks up the words that it stores, and writes zeros for the others. The sum over the ranks is the embedding.
-# - *Head*: a rank computes the scores of its own words. No rank needs all scores, because the loss needs only three numbers per token: the largest score, the sum of the exponentials, and the score of the right word.
+# - *Head*: a rank computes the scores of its own words. No rank needs all scores, because the loss needs only three numbers per token: the largest score (subtracted first, to prevent overflow), the sum of the exponentials, and the score of the right word.
 #
 # In the table below the vocabulary grows. Compare what a rank stores if only the blocks are split, and if embedding and head are, too.
 
@@ -321,7 +321,7 @@ plots.Table(
 # %% [markdown]
 # ## By hand: stages
 #
-# A pipeline sends activations forward and their gradients back, one message each per **micro-batch** (a part of the batch). The **schedule** of a stage is the order in which it computes. Two schedules are common, and with a third the ranks wait less:
+# A pipeline sends activations forward and their gradients back, one message each per **micro-batch**. The **schedule** of a stage is the order in which it computes. Two schedules are common, and with a third the ranks wait less:
 #
 # - **GPipe** runs all forward passes, then all backward passes.
 # - **1F1B** ("one forward, one backward") alternates forward and backward passes as soon as possible.
@@ -462,7 +462,7 @@ def relative_difference(one, other):
 # %% [markdown]
 # ## Baseline, and four ways to use two devices
 #
-# The same model is trained on the same 16 sequences in five ways: on one device, as two replicas (data parallel), with tensor parallelism, and as a two-stage pipeline of eight micro-batches, with the schedules GPipe and 1F1B. The lab's meter counts the bytes of each rank, and the first table has those of the fullest rank.
+# The same model is trained on the same 16 sequences in five ways: on one device, as two replicas (data parallel), with tensor parallelism, and as a two-stage pipeline of eight micro-batches, with the schedules GPipe and 1F1B. The first table has the bytes of the fullest rank.
 #
 # Is it the same training? Losses would not tell: AdamW divides by the size of the gradient, so even gradients 16 times too large give nearly the same losses. Therefore each rank compares its gradients with those of one device.
 
@@ -493,16 +493,16 @@ rows = [[name, f"{most:.0e}"] for name, most in differences.items()]
 plots.Table(["way", "largest difference / largest gradient"], rows)
 
 # %% [markdown]
-# Each replica stores everything. With tensor or pipeline parallelism a rank stores about half of the weights, and the gradients are those of one device. (The loss in the row of data parallelism is that of one replica's samples.)
+# Each replica stores all weights. With tensor or pipeline parallelism a rank stores about half of the weights, and the gradients are those of one device. (Loss and peak of data parallelism are those of one replica, which has half of the samples.)
 #
 # ### The bubble
 #
 # A stage can begin only after the stage before it has sent something. While it waits its device is idle: this is the **bubble**. With one micro-batch, one of two stages is always idle.
 #
-# To watch this, each rank records when it computes, on blocks that are twice as wide, and rank 0 also runs the whole model alone. First come two tools: a drawing, and a simulator of schedules in which messages take no time. The simulator's cell checks these formulas for the share of the time in which *p* stages with *m* micro-batches are idle:
+# To watch this, each rank records when it computes, on blocks that are twice as wide, and rank 0 also runs the whole model alone. First come a drawing tool, and a simulator of schedules in which messages take no time. In a step, each of *p* stages computes *m* micro-batches, and waits for the other stages as long as *p* - 1 micro-batches take. The simulator's cell checks the idle share of the time:
 #
-# - GPipe and 1F1B: (p-1)/(m+p-1). (Papers also write (p-1)/m, which is idle time over *busy* time.)
-# - interleaved, with two pieces per rank: (p-1)/(2m+p-1).
+# - GPipe and 1F1B: (p-1)/(m+p-1).
+# - interleaved, with two pieces per rank: (p-1)/(2m+p-1), because the wait is half as long.
 
 
 # %%
@@ -604,13 +604,13 @@ axes[-1].set_xlabel("seconds (blue: forward, orange: backward; the number: which
 widgets.revealed(lab, "together", 100 * max(0, 1 - 2 * median(bubble(turn) for turn in timed["GPipe", 1])))
 
 # %% [markdown]
-# With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls are slower: the last column shows from where on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is time for messages, passes of unequal length, and other work on the same cores. (The table has the median of all turns, each picture the fastest turn.)
+# With one micro-batch the devices work one after the other, so the second device adds only its memory. More micro-batches shrink the bubble. But the batch has a fixed size, so its micro-batches become smaller, and smaller matmuls run at a lower rate: the last column shows from which number on more micro-batches no longer help. If the measured bubble is larger than the formula's, the rest is time for messages, passes of unequal length, and other work on the same cores. (The table has the median of several runs, each picture the fastest run.)
 #
-# The last two rows answer the first question: do two devices make a training faster? Replicas exchange messages once per step, tensor-parallel shards in every layer.
+# The last two rows answer whether two devices make a training faster. Replicas exchange messages once per step, tensor-parallel shards in every layer.
 #
 # ### What a stage stores
 #
-# Both schedules have the same bubble. But 1F1B needs less memory. A stage must *hold* the activations of each micro-batch from its forward to its backward pass, which 1F1B runs sooner. The next cell counts the activations of four ranks on the CPU. Then comes the simulator.
+# GPipe and 1F1B have the same bubble, but 1F1B needs less memory. A stage must *hold* the activations of each micro-batch from its forward to its backward pass, which 1F1B runs sooner. The next cell counts the activations of four ranks on the CPU. After it, try other schedules in the simulator.
 
 # %%
 STAGES, grown = 4, {}
@@ -656,7 +656,7 @@ _ = widgets.explore(
 )
 
 # %% [markdown]
-# With GPipe every stage holds the activations of all micro-batches. With 1F1B, stage *s* of *p* never holds those of more than p - s, however many the batch has. So a *larger batch*, with more micro-batches of the same size, shrinks the bubble and takes no more memory.
+# With GPipe every stage holds the activations of all micro-batches. With 1F1B, stage *s* (from 0) of *p* never holds those of more than p - s, however many the batch has. So a *larger batch*, with more micro-batches of the same size, shrinks the bubble and takes no more memory.
 #
 # ## Change one thing: the libraries
 #
@@ -796,7 +796,7 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # %% [markdown]
 # Outputs and losses are those of one device. Traffic and memory depend on the plan:
 #
-# - *weights* sends more than our block: the gradient of each of the three DTensors is summed over the ranks. With *and norm1* torch adds the three gradients first, and sums over the ranks once. So count a plan's messages before you use it.
+# - *weights* sends more than our block: the gradient of each of the three DTensors is summed over the ranks. With *and norm1* torch adds the three gradients first, and sums over the ranks once. So count a plan's messages.
 # - *tokens* keeps only slightly fewer bytes than *weights*, because gathered tensors are kept whole. Megatron keeps only the shard, and gathers again in backward.
 #
 # ### transformers, and two methods at once
@@ -815,7 +815,7 @@ if lab.machine.kind != "cuda" or gpus2:  # each rank needs a GPU of its own
 # - with the neighbouring stage: for each micro-batch;
 # - with the rank of the same weights in the other replica: once per step.
 #
-# That is **3D parallelism**. The next cell builds it from the functions above. The grid's last dimension is the tensor-parallel one, so ranks 0 and 1 are shards of the same layers. On real machines, consecutive ranks share a host, so the order of the dimensions decides which group uses which link.
+# The next cell builds this **3D parallelism** from the functions above. The grid's last dimension is the tensor-parallel one, so ranks 0 and 1 are shards of the same layers. On real machines, consecutive ranks share a host, so the order of the dimensions decides which group uses which link.
 #
 # The two cells after it print the counted messages and three tables, explained below.
 
@@ -891,14 +891,14 @@ rows = [[ranks, *(f"{size:.3f}" if size else "not possible" for size in sizes)] 
 plots.Table(["ranks", "tensor parallel", "pipeline", "best grid"], rows, "MB of weights on the fullest rank")
 
 # %% [markdown]
-# The formulas give the counted messages, and the losses are those of one device. The table *GB per step* applies the formulas to a large model: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (Our loop sums each gradient separately, so the first table's row *data* counts one message per parameter tensor. DDP joins them in buckets.)
+# The formulas give the counted bytes, and the losses are those of one device. The table *GB per step* applies the formulas to a large model: 80 blocks of width 8192, on 16 replicas x 4 stages x 8 shards, with 2^20 tokens and 64 micro-batches per replica and step. The group that sends the most, and that waits for every message, should use the fastest link. The other groups may cross hosts: stages send one message per micro-batch, and replicas one sum per step, which backward can hide. (The first table counts 21 messages of *data*, because our loop sums each gradient separately. DDP joins them in buckets.)
 #
 # ### When does a link hold the devices up?
 #
 # Let a device compute F operations, and its link carry B bytes, per second. Each weight takes 2 operations per token in forward, and 4 in backward. The table *H100s over* has both limits.
 #
-# - *Replicas*: during backward the gradients are summed: for each weight, 2 bytes (bf16) are sent twice. Backward takes at least as long as this sum if each replica has **F / B tokens** or more.
-# - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers of 2 bytes. A ring sends each sum 2 (n - 1) / n times: in all 8 x width x (n - 1) / n bytes. Arithmetic and messages both grow with the tokens, so more tokens do not help. The limit is on the *number of shards*: the messages take as long as the arithmetic if *n* is **1 + 3 x width x B / F**.
+# - *Replicas*: during backward the gradients are summed: for each weight, 2 bytes (bf16) are sent twice, in 4 / B seconds. Backward takes 4 x tokens / F seconds, at least as long if each replica has **F / B tokens** or more.
+# - *Tensor-parallel shards*: a block has 12 width² weights. So in forward, each of *n* shards computes 24 width² / n operations for a token, then waits for two sums of `width` numbers of 2 bytes. A ring sends each sum 2 (n - 1) / n times: in all 8 x width x (n - 1) / n bytes. Arithmetic and messages both grow with the tokens, so more tokens do not help. Only the *number of shards* counts: the messages take as long as the arithmetic if *n* is **1 + 3 x width x B / F**.
 #
 # The last table shows why 3D parallelism exists. On the same number of ranks, one method alone stores about as little per rank as a grid. But each method has a limit: for tensor parallelism the number of heads (4 here) and the fast link, for the pipeline the number of blocks (4) and the bubble.
 #
@@ -940,7 +940,7 @@ claims.check("three-d-scales", limits[8][2] / alone, note=f"one method alone, at
 # %% [markdown]
 # ## Exercise, the challenge: the cheapest split that fits
 #
-# A model has layers of unequal widths. Split it into two stages so that no rank stores more weights than a limit allows, and so that the fewest bytes are sent. Write a function `answer(layers_MB, sent_MB, limit_MB)` that returns how many layers the first stage gets. It takes
+# A model has layers of unequal widths. Split it into two stages so that no rank stores more weights than a limit allows, and the fewest bytes are sent. Write a function `answer(layers_MB, sent_MB, limit_MB)` that returns how many layers the first stage gets. It takes
 #
 # - the MB of each layer,
 # - for each layer but the last, the MB that are sent if the split is *after* it,
@@ -1002,10 +1002,10 @@ exercises.prove(check_cut, solution=cheapest, mistake=most_even)
 # ## Recap
 #
 # - A block split through its matrices and a model split into stages had the gradients of the whole model, with half its weights on each rank.
-# - Tensor parallelism sends sums of activations in every layer, a pipeline one message per micro-batch, data parallelism one sum of gradients per step. In the grid of eight ranks a rank sent 2.36 MB, 0.26 MB and 0.86 MB per step. The group that sends most gets the fast link.
+# - Tensor parallelism sends sums of activations in every layer, a pipeline one message per micro-batch, data parallelism one sum of gradients per step. In the grid of eight ranks these were 2.36 MB, 0.26 MB and 0.86 MB per rank and step. The group that sends most gets the fast link.
 # - Two stages with one micro-batch are idle 50 % of the time; with eight the formula gives 11 %. More micro-batches shrink the bubble, but their matmuls are smaller.
 # - 1F1B has the same bubble as GPipe and stores less: the first of four stages held 4 micro-batches instead of 8.
-# - If a model fits, replicas are usually faster: 1.70 times one device, against 1.43 with the best pipeline and 1.21 with tensor parallelism, whose interval includes 1 (AMD EPYC, 2 cores, 2026-11-29).
+# - If a model fits, replicas are usually faster: 1.70 times the speed of one device, against 1.43 with the best pipeline and 1.21 with tensor parallelism, whose interval includes 1 (AMD EPYC, 2 cores, 2026-11-29).
 
 # %% tags=["finish"]
 claims.finish()
