@@ -62,7 +62,7 @@ widgets.predict(
 # %% [markdown]
 # ## By hand
 #
-# This block counts how often it runs. It has `inside` linear layers, and ends with dropout. `step` runs a training step over a list of segments (here each segment is one block) and returns the gradient as one long vector.
+# This block counts how often it runs. It has `inside` linear layers, each followed by a Tanh, and ends with dropout. Each pair saves one tensor as large as the block's input. So without dropout the block's inside is `inside` times as large as its input. `step` runs a training step over a list of segments (here each segment is one block) and returns the gradient as one long vector. (`use_reentrant=False` selects torch's current mechanism of recomputation, not its older one.)
 
 
 # %%
@@ -97,7 +97,7 @@ blocks = [Block(dropout=0.1) for _ in range(3)]
 plain = step(blocks, x, recompute=False)
 print("forward runs without checkpoint:", [block.runs for block in blocks])
 recomputed = step(blocks, x)
-print("forward runs with checkpoint:   ", [block.runs - 1 for block in blocks])  # without the first run
+print("forward runs with checkpoint:   ", [block.runs - 1 for block in blocks])  # minus the run of `plain`
 torch.testing.assert_close(recomputed, plain)
 
 other_dropout = step(blocks, x, preserve_rng_state=False)
@@ -155,13 +155,13 @@ axis_labels = "blocks in a checkpointed segment", "peak (inputs of a block)"
 _ = plots.lines(segment_sizes, labels, *axis_labels, title="36 blocks")
 
 # %% [markdown]
-# Each curve has a minimum. There are *n* blocks, *k* of them per segment, and the inside of a block is *I* times as large as its input. So *n / k* checkpoints (the segments' inputs) are kept. While a segment is recomputed, the insides of its *k* blocks are in memory as well: as many bytes as *k I* inputs. The sum *n / k + k I* is smallest at
+# Each curve has a minimum. There are *n* blocks, *k* of them per segment, and the inside of a block is *I* times as large as its input. So *n / k* checkpoints (the segments' inputs) are kept. While a segment is recomputed, the insides of its *k* blocks are in memory as well: as many bytes as *k I* inputs. The sum *n / k + k I* is smallest where both parts are equal, *n / k = k I*, which gives
 #
 # > k = √(n / I)
 #
-# With I = 1 this *k* is the textbooks' square root of the depth, and the peak grows like √n. With a larger inside the segments should be shorter.
+# With I = 1 this *k* is the textbooks' square root of the depth, √n. Both parts of the sum are then √n, so the peak grows like √n. With a larger inside the segments should be shorter.
 #
-# The right end of the curves is one segment for all 36 blocks. It keeps a single input, but then its recomputation makes all insides at once. The 2023 guide mentions another extreme: *forget all* activations, and recompute each when it is needed. Then only the input of the first block is kept. So for each block in backward you run all blocks before it again, and keep the inside of this one block only.
+# The right end of the curves is one segment for all 36 blocks. It keeps a single input, but then its recomputation makes all insides at once. The 2023 guide mentions another extreme: *forget all* activations, and recompute each when it is needed. Then only the input of the first block is kept. So for each block in backward you run all blocks before it again, and keep the inside of this one block only. For 16 blocks the last block takes 16 forwards, the one before it 15, the first one 1: together 136 instead of 16. A backward has the matmuls of two forwards (lesson 02), so expect (136 + 32) / (16 + 32) = 3.5 times the matmuls.
 
 
 # %%
@@ -171,7 +171,8 @@ def forget_all(blocks, x):
         with torch.no_grad():
             h = torch.nn.Sequential(*blocks[:number])(x)  # from x again: nothing was kept
         out = blocks[number](h.requires_grad_(number > 0))
-        out.backward(2 * out.detach() / out.numel() if gradient is None else gradient)  # at first, that of the loss
+        # The last block comes first; its gradient is that of the loss, the mean of the squares of `out`.
+        out.backward(2 * out.detach() / out.numel() if gradient is None else gradient)
         gradient = h.grad
     return torch.cat([weight.grad.flatten() for block in blocks for weight in block.parameters()])
 
@@ -212,7 +213,7 @@ exercises.question(
 )
 
 # %% [markdown]
-# Next we draw the peak against the number of blocks, with I = 4 and three ways: nothing checkpointed, every block checkpointed, and segments of √n blocks.
+# Next we draw the peak against the number of blocks, with I = 4 and three ways: nothing checkpointed, every block checkpointed, and segments of √n blocks. (√n is the textbooks' length; for I = 4 the best length is half of it.)
 
 # %%
 depths = [4, 9, 16, 36, 64]
@@ -233,7 +234,7 @@ for name, peaks in growth.items():
     print(f"{name}: memory grows as depth to the power of {slope(depths, peaks):.2f}")
 
 # %% [markdown]
-# *Every block* keeps n inputs, which grow with the depth, and one inside, which does not. So the printed power is below 1; with very many blocks it approaches 1. Look for the number of blocks at which the curve of *every block* meets that of the segments. A model with fewer blocks needs less memory with *every block* than with segments of √n blocks, because a segment has several insides. The larger the inside, the more blocks it takes until the curves meet. In a transformer the inside of a layer is very large, so there the curves would meet only at very many layers.
+# *Every block* keeps n inputs, which grow with the depth, and one inside, which does not. So its printed power is below 1; with very many blocks it approaches 1. (*None* is slightly below 1 as well, because the temporaries of backward do not grow with the depth.) Look for the number of blocks at which the curve of *every block* meets that of the segments. A model with fewer blocks needs less memory with *every block* than with segments of √n blocks, because a segment has several insides. The larger the inside, the more blocks it takes until the curves meet. In a transformer the inside of a layer is very large, so there the curves would meet only at very many layers.
 #
 # ## Baseline
 #
@@ -246,7 +247,7 @@ vanilla
 # %% [markdown]
 # ## Change one thing
 #
-# You set one flag. The library then runs each layer of the model through the same `checkpoint` function that you used.
+# You set one flag, `gradient_checkpointing=True`. The library then runs each layer of the model through the same `checkpoint` function that you used.
 
 # %%
 every = lab.train(
@@ -302,7 +303,7 @@ exercises.question(
 #
 # ## Which layers are worth recomputing
 #
-# Recomputing a part of the model is a good trade if it frees many bytes and needs little arithmetic. Which parts of a transformer save the bytes, and which do the matmuls? The next cell finds out for one forward pass. Hooks keep the list `at_work`: the parts whose forward is running now, from the outermost to the innermost. Each saved byte and each FLOP is counted for the innermost part.
+# Recomputing a part of the model is a good trade if it frees many bytes and needs little arithmetic. Which parts of a transformer save the bytes, and which do the matmuls? The next cell finds out for one forward pass. Hooks keep the list `at_work`: the parts whose forward is running now, from the outermost to the innermost. torch calls `count_bytes` with each tensor that it saves for backward. Each saved byte and each FLOP is counted for the innermost part.
 
 
 # %%
@@ -328,6 +329,7 @@ for module in model.modules():
     module.register_forward_hook(count_flops)  # calls count_flops(module, inputs, output)
 with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(count_bytes, lambda x: x):
     model(**bert.batch(4))
+# The bytes of a layer's input: batch 4 x 256 tokens x width 256 x 4 bytes.
 rows = [[part, f"{size / saved.total():.0%}", f"{flops[part] / flops.total():.0%}"] for part, size in saved.items()]
 print(f"each of the 4 layers saves about {in_layers[True] / 4 / (4 * 256 * 256 * 4):.0f} times its input")
 plots.Table(["part", "of the saved bytes", "of the matmuls' FLOPs"], sorted(rows, key=lambda row: -saved[row[0]])[:5])
@@ -368,7 +370,7 @@ _ = plots.memory(runs)
 #
 # The 2023 guide measured memory with accumulation switched on, so we do too: 4 x 2, two passes of 4 samples per step (lesson 05). For the cost, the steps of two runs alternate. On a CPU the model has half of its layers and the sequences have 128 tokens, to save your time.
 #
-# Look closely at how a cost is stated. The 2023 guide's own figures, 85.47 s against 66.03 s and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice.
+# Look closely at how a cost is stated. The 2023 guide's own figures, 85.47 s with checkpointing against 66.03 s without, and 5.99 samples/s against 7.75, are 29 % more time *and* 23 % less throughput: the same fact twice.
 #
 # What would you expect? A backward pass has twice the matmuls of its forward pass, so a step is three parts: one forward, two backward. Recomputing runs the forward again and makes it four parts: 25 % less throughput. But seconds need not follow the matmuls. So the note of each claim about the cost gives two more numbers. The first is the forward's share of the seconds of forward and backward, without the optimizer's update. The second is a prediction. It takes the seconds of forward, backward and update, adds one more forward, and gives the fraction of the throughput that is left. Two things change these numbers:
 #
@@ -396,7 +398,7 @@ def parts(task):
             work()
             torch.cuda.synchronize() if device == "cuda" else None
             rows[-1].append(time.perf_counter())
-    return np.diff(rows[2:]).min(0).tolist()
+    return np.diff(rows[2:]).min(0).tolist()  # the shortest time of each part; the first two steps warm up
 
 
 def predicted(task):
@@ -411,7 +413,7 @@ def predicted(task):
 # %% tags=["claim"]
 task = plain = lab.task
 if lab.machine.kind == "cpu":
-    half = {"num_hidden_layers": 2, "vocab_size": 4000}  # of the model, so the update keeps its share
+    half = {"num_hidden_layers": 2, "vocab_size": 4000}  # a small vocabulary: the update keeps its share
     task = lab.task.replace(seq_len=128, config=half)
     plain = task.replace(config={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
 timed = dict(task=plain, per_device_train_batch_size=4, measure=("time",), steps=1)
@@ -481,11 +483,11 @@ claims.check("checkpointing-same-gradient", restored, note=f"{reset:.3f} if the 
 
 
 # %% [markdown]
-# Equal gradients are equal trainings: the first two curves and their bands coincide, and the first number of the printed line says how exactly. With the random state lost it was another training, and no message said so.
+# Equal gradients are equal trainings: the first two curves and their bands coincide, and the first number of the printed line says how exactly. With the random state lost it was another training, and no message said so. (The note of the claim has this gradient's relative error for the BERT. The percentage in *By hand* was for the three blocks.)
 #
 # ### The square root, and the flag
 #
-# The square root comes from the paper that proposed checkpoints in segments of √n blocks. The next cell measures how the activations grow in this scheme, with the lab's own meter.
+# The square root comes from the paper that proposed checkpoints in segments of √n blocks. The next cell measures how the activations grow in this scheme, with the lab's own meter. The meter counts activations only. `LiveBytes` also counts the temporaries of backward, which do not grow with the depth, so its power (*by hand*) is lower.
 
 
 # %% tags=["claim"]
@@ -559,7 +561,7 @@ _ = widgets.explore(draw, layers=[24, 4, 12, 48, 96, 256], inside=[30, 15, 4, 1]
 # %% [markdown]
 # ## Exercise 1: place the checkpoints
 #
-# 48 blocks, each of which saves 3 tensors as large as its input. How many blocks should a segment have?
+# 48 blocks, each of which saves 3 tensors as large as its input. How many blocks should a segment have? (The check measures the peak with `peak_by_hand`, so its result contains temporaries as well.)
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -598,13 +600,14 @@ exercises.prove(check, solution=4, mistake=8)
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# A model has 8 layers, numbered from 0. Save at least half of the memory that checkpointing all layers saves: your peak must not exceed the printed limit, which is halfway between the peak with no layer checkpointed and the peak with all of them. And recompute **at most half** of the layers. (Half of a forward pass is a sixth of the matmuls of a step.) Which layers do you checkpoint?
+# A model has 8 layers, numbered from 0. Save at least half of the memory that checkpointing all layers saves. That is, your peak must not exceed the limit that the answer's cell prints. The limit is halfway between the peak with no layer checkpointed and the peak with all of them. And recompute **at most half** of the layers. (Half of a forward pass is a sixth of the matmuls of a step.) Which layers do you checkpoint?
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
     "It is not only how many. Where is the peak: at which moment of backward is most in memory?",
     "Backward begins with the last layer. If that one is recomputed, which insides are waiting at that moment?",
-    "A layer's inside may come back at no cost when those of the layers after it are gone: checkpoint the early ones.",
+    "A layer's inside may come back without a higher peak when those of the layers after it are gone: "
+    "checkpoint the early ones.",
 )
 
 # %% tags=["exercise"]
@@ -618,7 +621,7 @@ def peak_with(chosen):
         model, batch = task.build_model().to(device), task.batch(16, device)
         enable(model, {"use_reentrant": False})
         for number, layer in enumerate(model.base_model.encoder.layer):
-            layer.gradient_checkpointing = number in chosen
+            layer.gradient_checkpointing = number in chosen  # the flag of this one layer
         model(**batch).loss.backward()
 
     return lab.run(one_step, f"layers {list(chosen)}", task=eight_layers, measure="peak").peak_bytes
