@@ -1,14 +1,14 @@
 # %% [markdown]
 # # Why does every rank keep the same bytes?
 #
-# Your training runs out of memory on one GPU. You rent a second one, start DDP (lesson 15), and it runs out of memory again, at the same place. DDP gives each rank its own samples, but also a full copy of all weights, gradients and optimizer states. ZeRO, the *zero redundancy optimizer*, keeps one copy, divided among the ranks. Here you build it by hand.
+# Your training runs out of memory on one GPU. You rent a second one, start DDP (lesson 15), and it runs out of memory again. DDP gives each rank its own samples, but also a full copy of all weights, gradients and optimizer states. ZeRO, the *zero redundancy optimizer*, keeps one copy, divided among the ranks.
 #
 # **You will see**
 # - optimizer states, gradients and weights sharded one after the other: the losses stay equal, and a formula predicts the bytes
 # - how much each stage sends, and which part of the peak no stage makes smaller
 # - the same in FSDP2 and DeepSpeed, optimizer states kept on the host or in a file, and when none of it is worth it
 #
-# **Time:** 40 minutes in two parts. The cells run for 70 s on two CPU cores, and for another 50 s if DeepSpeed is installed.
+# **Time:** 40 minutes in two parts. The cells run for 70 s on two CPU cores, 120 s with DeepSpeed.
 #
 # **Before you start:** lessons 01 (memory) and 15 (DDP).
 #
@@ -51,7 +51,7 @@ parameters = task.parameters()
 # ## Part 1: divide the copies
 # ### Idea
 #
-# In fp32 with AdamW, a parameter takes 16 bytes: 4 for the weight, 4 for the gradient and 8 for the optimizer states (lesson 01). With *P* parameters, each rank of a data-parallel training stores 16 P. (torch's DDP stores 20 P by default, because of its buckets: lesson 15.) One copy among all ranks would be enough: each of *N* ranks stores an *N*-th of it, its **shard**. Three stages shard more and more. Stage 1 shards the optimizer states, stage 2 the gradients too, and stage 3 the weights too.
+# In fp32 with AdamW, a parameter takes 16 bytes: 4 for the weight, 4 for the gradient and 8 for the optimizer states (lesson 01). With *P* parameters, each rank of a data-parallel training stores 16 P. (torch's DDP stores 20 P by default, because of its buckets: lesson 15.) One copy among all ranks would be enough: each of *N* ranks stores an *N*-th of it, its **shard**. ZeRO's stage 1 shards the optimizer states, stage 2 the gradients too, and stage 3 the weights too.
 #
 # When a rank needs bytes that it does not store, it receives them. Two messages do this; all ranks take part in each:
 #
@@ -83,7 +83,7 @@ exercises.question(
 # %% [markdown]
 # ### What is stored where
 #
-# | stage | sharded | bytes per rank, 4 + 4 + 8 | bytes per rank, 2 + 2 + 12 |
+# | stage | sharded | bytes per rank, 4 + 4 + 8 (weight, gradient, states) | bytes per rank, 2 + 2 + 12 |
 # |---|---|---|---|
 # | 0 | nothing | 16 P | 16 P |
 # | 1 | optimizer states | 8 P + 8 P/N | 4 P + 12 P/N |
@@ -92,7 +92,7 @@ exercises.question(
 #
 # The last column is for large models, which often have weights and gradients in bf16. The optimizer then keeps an fp32 copy of the weights: 12 is this copy and the states, 4 + 8 bytes. The sum is the same, but stage 1 has more to shard.
 #
-# The picture shows two ranks at each stage. A filled box is stored on that rank; a dotted box is not.
+# In the picture, a filled box is stored on that rank; a dotted box is not.
 
 # %%
 import matplotlib.pyplot as plt
@@ -134,7 +134,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # FSDP2's tensors call the operation again, with the shard
-        if function.namespace == "c10d":
+        if function.namespace == "c10d":  # torch.distributed's own operations
             size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
             self.seen.append([function.overloadpacket.__name__.strip("_"), size])
         return function(*args, **(kwargs or {}))
@@ -159,13 +159,13 @@ class FlatParameter:
         self.whole, views = flatten([weight.data for weight in self.weights], self.length)
         for weight, view in zip(self.weights, views):
             weight.data = view
-        dist.broadcast(self.whole, src=0)
+        dist.broadcast(self.whole, src=0)  # all ranks start from the weights of rank 0
         own = self.whole.chunk(self.ranks)[dist.get_rank()]
         self.shard = torch.nn.Parameter(own.clone() if stage == 3 else own)  # all that the optimizer sees
         if stage == 1:
             self.gradients, views = flatten([torch.zeros_like(weight) for weight in self.weights], self.length)
             for weight, view in zip(self.weights, views):
-                weight.grad = view
+                weight.grad = view  # backward adds into the flat tensor
         else:
             for weight in self.weights:
                 weight.register_post_accumulate_grad_hook(self.count_gradient)  # stages 2 and 3: during backward
@@ -179,6 +179,7 @@ class FlatParameter:
 # %%
 class ShardedParameter(FlatParameter):  # the messages of a flat parameter in a step
     def count_gradient(self, _):
+        # The module's first gradient starts the count, each one lowers it by 1.
         self.pending = (self.pending or len(self.weights)) - 1
         if not self.pending:  # this was the last gradient of the module
             gradients, _ = flatten([weight.grad for weight in self.weights], self.length)
@@ -195,7 +196,8 @@ class ShardedParameter(FlatParameter):  # the messages of a flat parameter in a 
         self.shard.grad = own if self.shard.grad is None else self.shard.grad.add_(own)
 
     def gather(self, *_):
-        self.whole.untyped_storage().resize_(4 * self.length)  # room again, also for the weights: views of it
+        # Room again, 4 bytes per number; also for the weights, which are views of it.
+        self.whole.untyped_storage().resize_(4 * self.length)
         dist.all_gather_into_tensor(self.whole, self.shard.data)
 
     def free(self, *_):
@@ -307,11 +309,11 @@ widgets.revealed(lab, "stage1", 100 * sum(counted(runs[1])) / 16)
 axes = plots.memory([*runs.values()], title="Peak of a rank, two ranks, by hand")
 
 # %% [markdown]
-# The table counts the bytes between backward and the optimizer update. The picture shows the peak, which also contains temporaries and, in stage 3, the gathered weights of the module in use.
+# The table counts the bytes between backward and the optimizer update. Its *weights* include the model's small buffers (tensors that are not trained), which the formula leaves out. The picture shows the peak, which also contains temporaries and, in stage 3, the gathered weights of the module in use.
 #
 # ### What no stage makes smaller
 #
-# The next cell trains a model with 2 layers on longer inputs, in stages 0 and 3: 32 samples of 128 tokens, 16 samples for each rank.
+# The next cell trains a model with 2 layers on longer inputs, in stages 0 and 3: 32 samples of 128 tokens, 16 for each rank.
 
 # %%
 longer, rows = task.replace(seq_len=128, config={"num_hidden_layers": 2}), []
@@ -328,14 +330,17 @@ plots.Table(["after forward", "weights", "gradients", "states", "activations", "
 #
 # ### What each stage sends
 #
-# Usually ranks send in a *ring*: each sends to the next one. A reduce-scatter or an all-gather sends (N-1)/N of a tensor. An all-reduce does both, so it sends twice as much. The table's unit, "times the weights", is one all-gather of all weights: 4 P(N-1)/N bytes. The *volume* is calculated from the messages; the last column comes from the network device's byte counter. Before the table, the cell prints the messages of the embeddings in stage 3.
+# Usually ranks send in a *ring*: each to the next one. In a reduce-scatter or an all-gather each sends N-1 of a tensor's N shards. An all-reduce does both, so it sends twice as much. The table's unit, "times the weights", is one all-gather of all weights: 4 P(N-1)/N bytes. The *volume* is calculated from the messages; the last column comes from the network device's byte counter.
 
 # %%
 UNITS = {"allreduce": 2, "reduce_scatter_base": 1, "allgather_base": 1}  # by torch's names
 
 
 def volume(run, task=task):
-    """Return what a rank sends in a step, in units of one all-gather of all weights; (N - 1) / N cancels."""
+    """Return what a rank sends in a step, in units of one all-gather of all weights.
+
+    Both have the factor (N - 1) / N, which cancels.
+    """
     return sum(UNITS[kind] * size for kind, size in run.value["sent"]) / (4 * task.parameters())
 
 
@@ -358,6 +363,8 @@ plots.Table(["", "messages in a step", "volume, times the weights", "on the wire
 # 3. When the embeddings' last gradient is there, a reduce-scatter leaves each rank its shard of the sum.
 #
 # Each module sends these three messages, so stage 3 sends 3 times the weights. By the formula, stages 1 and 2 send what DDP sends: they split its all-reduce into a reduce-scatter and an all-gather, and put the update in between. Stage 3 sends 1.5 times as much ([Rajbhandari and others](https://arxiv.org/abs/1910.02054)).
+#
+# Stage 0 has no flat parameters: it sends one message per weight.
 #
 # **The wire carries more than the formula**: gloo, the library that connects these CPU ranks, sends a reduce-scatter as a whole all-reduce.
 #
@@ -436,9 +443,9 @@ head = ["bytes per parameter", *names, "messages in a step", "peak"]
 plots.Table(head, [fsdp_row(run) for run in (runs[3], fsdp, no_reshard)])
 
 # %% [markdown]
-# Our stage 3 and torch's store the same bytes (the peak also has gathered weights and temporaries). torch sends fewer messages, because we let it gather pooler and classifier together.
+# Our stage 3 and torch's store the same bytes. torch sends fewer messages, because we let it gather pooler and classifier together.
 #
-# `reshard_after_forward=False` keeps all gathered weights until backward. This saves one all-gather per module, but the peak contains the whole weights: use it if they fit and the link is slow.
+# `reshard_after_forward=False` keeps gathered weights until backward, which frees them before the table counts. This saves one all-gather per module, but the peak contains the whole weights: use it if they fit and the link is slow.
 #
 # > **On a GPU:** the Trainer's switch is `TrainingArguments(fsdp=True)`. It needs accelerators: on CPU ranks accelerate 1.15 ignores it and trains with DDP.
 #
@@ -447,7 +454,7 @@ plots.Table(head, [fsdp_row(run) for run in (runs[3], fsdp, no_reshard)])
 
 # %%
 def zero(stage, bucket=500_000, **more):
-    """Return DeepSpeed's configuration of a stage; a bucket is given in numbers."""
+    """Return DeepSpeed's configuration of a stage; a bucket is the size of a message buffer, in numbers."""
     stages = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, **more}
     torchs_adamw = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     return {"zero_optimization": stages, "train_micro_batch_size_per_gpu": "auto", **torchs_adamw}
@@ -455,6 +462,7 @@ def zero(stage, bucket=500_000, **more):
 
 gpt2, rows = Task("gpt2", seq_len=128, config={"num_hidden_layers": 4}), []
 on_gpus = {"device": "cuda", "compute_capability": (8, 0), "per_device_train_batch_size": 4}
+# On one GPU the Trainer runs without FSDP2: nothing is sharded.
 setups = [(f"FSDP2, GPUs: {ranks}", 3, ranks, {"fsdp": ranks > 1}) for ranks in (1, 4)]
 setups += [
     (f"DeepSpeed, stage {n}, GPUs: 4", n, 4, {"deepspeed": zero(n)}) for n in (() if no_deepspeed else (1, 2, 3))
@@ -479,7 +487,7 @@ plots.Table(
 #
 # ### The library: DeepSpeed
 #
-# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, an optional package. A notebook's one process has no launcher: as in the guides, the function below sets the launcher's environment variables itself. By default, DeepSpeed 0.19 clips gradients at 1.0, whatever the Trainer's `max_grad_norm` is. With `"gradient_clipping": "auto"` it takes the Trainer's value.
+# `TrainingArguments(deepspeed={...})` switches on the same stages in DeepSpeed, an optional package. A notebook has no launcher, so the function below sets a launcher's environment variables itself. By default, DeepSpeed 0.19 clips gradients at 1.0, whatever the Trainer's `max_grad_norm` is. With `"gradient_clipping": "auto"` it takes the Trainer's value.
 
 
 # %%
@@ -528,7 +536,7 @@ titles = ["DeepSpeed, bytes per parameter", *names, "total", "formula", "peak of
 print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 
 # %% [markdown]
-# If DeepSpeed is installed, compare its table with that of our stages:
+# Compared with our stages (if DeepSpeed is installed):
 #
 # - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter. In stage 3 on two ranks, this copy is only in *total*.
 # - In stage 3, small weights stay whole.
@@ -553,7 +561,7 @@ display(claims.check("zero-saves", min(saved_parts.values()), note=note))
 claims.check("partitioned-states-save", runs[1].peak_bytes / runs[0].peak_bytes, note="two ranks, by hand")
 
 # %% [markdown]
-# **Part 1 ends here.** If you come back in a new kernel, run the cells above again.
+# **Part 1 ends here.** In a new kernel, run the cells above again.
 #
 # ## Part 2: when shards alone do not help
 #
@@ -609,7 +617,7 @@ if lab.machine.kind == "cuda":
 # How many tokens does your link need? `busy_TFLOPs` is the rate that a card really reaches.
 
 # %% tags=["widget"]
-# An all-reduce sends 2 bytes twice, stage 3 three times; offload moves them to the host and back.
+# A message has 2 bytes per parameter: DDP sends two, stage 3 three; offload moves one to the host and one back.
 RATES = {"DDP": 2 * 2, "stage 3": 3 * 2, "offload of the states": 2 + 2}  # bytes per parameter, bf16, many ranks
 
 
@@ -629,9 +637,9 @@ def binding(link_GB_s, busy_TFLOPs):
 _ = widgets.explore(binding, link_GB_s=[50, 16, 32, 450], busy_TFLOPs=[400, 60, 150, 1000])
 
 # %% [markdown]
-# The curves are calculated: bytes divided by rates, for a step that overlaps its messages with computing perfectly. The legend shows the number of tokens from which the link is fast enough. With accumulation, DDP and offload send once for the tokens of all micro-batches; stage 3 sends in every micro-batch.
+# The curves are calculated for a step that overlaps its messages with computing perfectly. Per parameter, computing takes 6 x tokens / rate, sending takes bytes / link. The legend shows from how many tokens on computing takes longer. With accumulation, DDP and offload send once for the tokens of all micro-batches; stage 3 sends in every micro-batch.
 #
-# The rates: 16 and 32 GB/s are PCIe 3 and 4, 50 GB/s is a 400 Gbit/s network, and 450 GB/s is an H100's NVLink. An H100 reaches some 400 of its 989 TFLOP/s.
+# 16 and 32 GB/s are PCIe 3 and 4, 50 GB/s is a 400 Gbit/s network, and 450 GB/s is an H100's NVLink. An H100 reaches some 400 of its 989 TFLOP/s.
 #
 # ### States in a file
 #
@@ -680,7 +688,7 @@ if Path("/proc/self/status").exists():
     print(f"pages of files in memory: {pages[0]}; after the system has dropped the states' pages: {pages[1]}")
 
 # %% [markdown]
-# The first printed number need not be 1: it compares all memory of two processes.
+# The first printed number need not be 1: it compares all memory of two processes. The pages that remain are those of program libraries.
 #
 # While there is room, the system keeps the pages of the file in memory (the *page cache*), so the process looks no smaller and is no slower. If memory runs short, the system drops the pages, and each step reads and writes the disk.
 #
@@ -738,9 +746,9 @@ claims.check("zero-slows-if-fits", None if one_gpu else fastest, missing=one_gpu
 # %% [markdown]
 # ### The decision tree
 #
-# The guide's tree: if the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits. Each later one sends more or waits longer. (Stage 1 sends as much as DDP, but gathers the weights after the update.) A card always needs room for its activations and the whole largest layer. With offload, the host or a disk needs room for the bytes that leave the card.
+# The guide's tree: if the model and a small batch fit one device, use no ZeRO; otherwise use ZeRO, with offload. The function below also tries the stages in between, and takes the first choice that fits. Each later one sends more or waits longer. (Stage 1 sends as much as DDP, but gathers the weights after the update.) A card always needs room for its activations, in stage 3 also for the gathered largest layer. With offload, the host or a disk needs room for the bytes that leave the card.
 #
-# `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each *layout* (DDP, FSDP, ...). It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes would remain on a card, however many cards you add. The second cell calls it for an 8B model on eight cards of one host (nothing goes *between hosts*): over a fast link, over a slow link, and on cards that are too small. (With bf16, FSDP sends 16-bit numbers and DDP fp32 gradients: here DDP sends more.)
+# `parallelism` walks the same tree for a real model. Instead of a formula it uses the estimate, which traces one rank of each *layout* (DDP, FSDP, ...). It picks the simplest layout that fits, and over a slow link the one that sends least. (*FSDP, gathered once* is FSDP with `reshard_after_forward=False`.) If no sharding fits, it says what to try next, and how many bytes stay on a card, however many you add. The second cell calls it for an 8B model on eight cards of one host (nothing goes *between hosts*): over a fast link, over a slow link, and on cards that are too small. (With bf16, FSDP sends 16-bit numbers and DDP fp32 gradients: here DDP sends more.)
 
 
 # %%
@@ -748,6 +756,7 @@ def choose(parameters, cards, card=80 * 2**30, activations=10e9, largest_layer=0
     """Return the first choice that fits, and its bytes per card.
 
     Limits are in bytes, of host and disk for all cards; `largest_layer` is a fraction of the parameters.
+    The default sizes are assumptions: 10 GB of activations, a largest layer of 5 %, 1 TB of host memory, 8 TB of disk.
     """
     for stage in range(4):
         whole = 8 * largest_layer * parameters if stage == 3 else 0  # its weights and gradients, gathered
@@ -780,7 +789,7 @@ for question in ({"card_bytes": "80GB"}, {"card_bytes": "80GB", "slow_link": Tru
 #
 # Write `answer(ranks, link, pcie)` for fp32 with AdamW. In each step, a rank may send at most `link` bytes per parameter to other ranks, and move at most `pcie` bytes per parameter over PCIe. Which stage (0 to 3) takes the least device memory per rank, and should its states be offloaded? Return both, for example `(0, False)`.
 #
-# Offload moves the gradients of a rank's shard to the host, and the weights of this shard back. A step has one micro-batch. The check draws new cases each time, from 2 to 64 ranks, and skips cases that no stage meets.
+# Offload moves the gradients of a rank's shard to the host, and the weights of this shard back. In stage 0 all gradients and weights move. A step has one micro-batch. The check draws new cases each time, from 2 to 64 ranks, and skips cases that no stage meets.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
