@@ -12,7 +12,7 @@
 #
 # **Before you start:** lesson 01 (memory of a step), lesson 02 (counting operations) and lesson 15 (ranks).
 #
-# **What a CPU cannot show:** how long a GPU takes for many small experts, and for sending tokens to another GPU. Parameters, bytes, operations and losses do not depend on the device; seconds here are those of one thread.
+# **What a CPU cannot show:** how long a GPU takes for many small experts, and for sending tokens to another GPU. Parameters, bytes, operations and losses do not depend on the device; seconds here are CPU time of one thread.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -52,7 +52,7 @@ torch.set_num_threads(1)  # in this notebook's own process, where all tensors ar
 #
 # In a transformer most parameters belong to the feed-forward networks (FFNs), and every token is multiplied by all of them. A **mixture of experts** has many FFNs in a layer, the *experts*. A small linear layer, the **gate** (or router), scores them for each token, and only the best *k* compute. The parameters are those of all experts. The arithmetic is that of *k* experts, however many there are. We say that a token *meets* a weight if it is multiplied by it.
 #
-# So the "8 experts" in a model's name do not tell its cost: it depends on *k* and the experts' width, too.
+# So the "8 experts" in a model's name do not tell its arithmetic, which depends on *k* and an expert's width.
 #
 # ## Predict
 #
@@ -82,17 +82,17 @@ exercises.question(
 #
 # A mixture takes four steps:
 #
-# - **route**: score the experts, and choose the best *k*, with weights that sum to 1;
+# - **route**: score the experts, choose the best *k*, and divide their scores by the sum of these: the *routing weights*;
 # - **dispatch**: collect the tokens of each expert;
 # - **compute**: run each expert on its tokens;
-# - **combine**: add the results up where the tokens came from.
+# - **combine**: multiply the results by the routing weights, and add them up where the tokens came from.
 #
 # An expert here is Mixtral's FFN: three matrices, and SiLU as the activation function. Two of the matrices are stored as one tensor, `gate_up`. (This "gate" multiplies numbers inside an expert; it is not the router.)
 
 
 # %%
 def route(x, gate, k):
-    """Return weights and experts chosen (tokens, k), scores (tokens, experts). x: (tokens, width)."""
+    """Return routing weights and chosen experts (tokens, k), scores (tokens, experts). x: (tokens, width)."""
     scores = (x @ gate.T).softmax(-1)
     weights, chosen = scores.topk(k)
     return weights / weights.sum(-1, keepdim=True), chosen, scores
@@ -114,9 +114,9 @@ def mixture(x, gate, gate_up, down, k):
 
 
 # %% [markdown]
-# Nothing so far keeps the gate from sending every token to the same two experts. Therefore trainings of such models add a **balancing loss**. For each expert it multiplies the share of tokens that the expert got by the mean score that the gate gave it. The sum over the experts, times the number of experts, is the loss. It is smallest if both are even. (Only the scores get a gradient, because a share is a count. The larger the share of an expert, the more an update lowers its score.)
+# Nothing so far keeps the gate from sending every token to the same two experts. So trainings of mixtures add a **balancing loss** to the task's loss, times a small factor (0.02 below). For each expert it multiplies the share of tokens that the expert got by the mean score that the gate gave it. The sum over the experts, times the number of experts, is the loss. It is smallest if both are even. (Only the scores get a gradient, because a share is a count. The larger the share of an expert, the more an update lowers its score.)
 #
-# The next cell compares our mixture and balancing loss with those of transformers, on a Mixtral layer's weights. It also prints how transformers computes the experts:
+# The next cell compares our mixture and balancing loss with those of transformers, on a Mixtral layer's weights, and prints how transformers computes the experts:
 
 
 # %%
@@ -188,7 +188,7 @@ every_other = sum(2 * sparse_ones == layers for _, sparse_ones, layers, *_ in fo
 #
 # ## Baseline
 #
-# The dense model is a Llama of 4 layers, each with an FFN of width 512. (A Mixtral with one expert would still pay for gate and sorting.)
+# The dense model is a Llama of 4 layers, each with an FFN of width 512. (A Mixtral with one expert would not do: it pays for gate and sorting.)
 
 # %%
 dense = sparse(1, 1, 512)
@@ -198,7 +198,7 @@ base
 # %% [markdown]
 # ## Change one thing
 #
-# The mixture has 32 experts of width 256, of which each token takes two. A token meets as many weights as before.
+# The mixture has 32 experts of width 256. A token goes to two, so it meets as many weights as before.
 
 # %%
 many = sparse(32, 2, 256)  # new
@@ -228,7 +228,7 @@ def estimated_ratio():
 widgets.revealed(lab, "peak", heavier, estimate=lab.foresee(estimated_ratio))
 
 # %% [markdown]
-# Weights, gradients and optimizer states grow with *all* experts. Activations grow only with the experts that a token meets. So memory grows by a smaller factor than the parameters, and a larger batch lowers that factor. Inference needs all experts in memory, too, because the next token may go to any of them. The guides name *distillation* as a way out: a dense model is trained on the mixture's outputs, so inference takes a dense model's memory (not measured here).
+# Weights, gradients and optimizer states grow with *all* experts. Activations grow only with the experts that a token meets. So memory grows by a smaller factor than the parameters, and a larger batch lowers that factor. Inference needs all experts in memory, too: the next token may go to any of them. The guides name *distillation* as a way out: a dense model is trained on the mixture's outputs, so inference takes a dense model's memory (not measured here).
 #
 # And the arithmetic? torch's counter has a trap here (lesson 02): it knows matmuls by their names, and in torch 2.15 `_grouped_mm` is not among them. So the table also has the experts' part by formula: 3 matrices of 128 x 256, 6 operations per weight (2 in forward, 4 in backward), 2 experts, 4 layers.
 
@@ -254,7 +254,7 @@ rows += [["the experts alone, by formula", float(by_formula), by_formula / cost[
 plots.Table(["", "operations per token", "x dense"], rows)
 
 # %% [markdown]
-# Add the fourth row to the third. If the sum is the second row, the counter missed the experts, and a utilization computed from its count is far too low. The mixture itself adds only the gate: one matmul with 32 rows.
+# If the third and the fourth row add up to the second, the counter missed the experts, and a utilization computed from its count is far too low. The mixture itself adds only the gate: one matmul with 32 rows.
 #
 # ### Seconds
 #
@@ -305,16 +305,16 @@ rows = [[name or "dense", 1e3 * median(turn[CLOCK] for turn in each)] for name, 
 plots.Table(["experts computed by", "ms per step"], rows)
 
 # %% [markdown]
-# Part of the difference is the update: AdamW goes over *every* parameter in each step, chosen or not. Another part is sorting, gathering, and matmuls with few rows each.
+# Part of the difference is the update: AdamW goes over *every* parameter in each step, chosen or not. Another part is sorting, gathering, and matmuls with few rows each, which run at a lower rate.
 #
 # ## Does it learn more?
 #
 # The task has 48 "languages" with the same 64 words. In each language every word has a fixed successor. The first token of a sentence names its language, the second is a random word, and each further word is the successor of the word before it. This takes *remembering*, which suits experts.
 #
-# Dense models of several widths compete with a mixture of 8 experts and one of 64. The 64 experts train once more without the balancing loss. All models train with the same steps and learning rate, with three seeds, and are tested on fresh sentences.
+# Dense models of several widths compete with a mixture of 8 experts and one of 64. The 64 experts train once more without the balancing loss. All train with the same steps, learning rate and three seeds, and are tested on fresh sentences.
 #
-# - In `8 experts` (of width 32) a token meets as many weights as in the dense model of width 64, and in `64 experts` (of width 16) as many as in that of width 32.
-# - The dense model of width 256 has as many weights in all as the mixture of 8 experts.
+# - A token goes to two experts. So in `8 experts` (of width 32) it meets as many weights as in the dense model of width 64, and in `64 experts` (of width 16) as many as in that of width 32.
+# - The dense model of width 256 has about as many weights in all as the mixture of 8 experts.
 
 
 # %%
@@ -390,7 +390,7 @@ _ = plots.losses(shown, title="48 languages")
 #
 # ## Who gets the tokens?
 #
-# The left picture shows the load of each expert. The right one shows how many of the tokens' choices are lost if each expert accepts only so many: the *capacity factor* times the mean per expert. The table asks what a token's expert depends on: you know one thing about a token, and guess the expert that the gate scores highest. If you know nothing, you always guess the expert that is chosen most often.
+# The left picture shows the load of each expert. The right one shows how many of the tokens' choices are lost if each expert accepts at most the mean per expert times a *capacity factor*. The table asks what a token's expert depends on: you know one thing about a token (its word, or its place in the sentence), and guess the expert that the gate scores highest. If you know nothing, you always guess the expert that is chosen most often.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.6), layout="constrained")
@@ -417,9 +417,9 @@ display(
 )
 
 # %% [markdown]
-# An expert that is chosen often learns more, and is then chosen more often. With the task's loss alone, a few experts take nearly all tokens, and the others only cost memory. The balancing loss works against that. With 64 experts and so short a training it does not reach an even load.
+# An expert that is chosen often learns more, and is then chosen more often. With the task's loss alone, a few experts take nearly all tokens, and the others only cost memory. The balancing loss works against that. With 64 experts, this short training does not reach an even load.
 #
-# The right picture matters where buffers have a fixed size, as on TPUs. Tokens that do not fit are **dropped**: they pass by on the residual connection alone. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 hardly uses a balancing loss. For the choice it adds a bias to each expert's score, and lowers that of experts with too many tokens.)
+# The right picture matters where buffers have a fixed size, as on TPUs. Tokens that do not fit are **dropped**: they pass by on the residual connection alone. Mixtral drops none, and waits for the busiest expert instead. (DeepSeek-V3 hardly uses a balancing loss. For the choice it adds a bias to each expert's score, and lowers the bias of experts with too many tokens.)
 #
 # The table tests a statement of the guides: the gate trains the experts "depending on the input token's position in a sequence". If you know only a token's place, you guess its expert about as often as if you know nothing. Its word helps most, so "depending on the token" would be right.
 #
@@ -427,13 +427,13 @@ display(
 #
 # How does a mixture get as good as a large dense model? The guides give experts to a smaller dense model, the *base model*; a token meets as many weights as in the base model. With dozens of experts, the base model can be 5 times smaller than the large model; with a few, 2 to 3 times. Three dense models take part here (numbers: FFN widths):
 #
-# - *160* is the large model. In 8 experts a token meets a width of 64 (160 / 2.5), in 64 experts one of 32 (160 / 5). In memory both mixtures are compared with it, in seconds only 8 experts.
+# - *160* is the large model by the guides' factors, whatever its loss. In 8 experts a token meets a width of 64 (160 / 2.5), in 64 experts one of 32 (160 / 5). Both mixtures are compared with it in memory, but only 8 experts in seconds.
 # - *of equal quality* would end with the loss of the 64 experts. Its FFN width is interpolated between two trained widths.
 # - *32* is the base model of the 64 experts.
 #
 # The guides' figures come from papers with large models. So the comparison runs at three sizes: as trained (hidden vectors of width 64), four times as wide, and as wide as the smallest model in those papers, Switch-Base. Hidden vectors and FFNs are widened alike, but the names stay: four times as wide, *32* has an FFN of width 128. (We assume that equal quality stays equal.)
 #
-# Each row of the first table below is one size. All columns but the last compare 64 experts with the model of equal quality, or 8 experts with *160*: how many times fewer operations, how many times as fast. In the last column a larger number is worse: seconds of a step of 64 experts / of the dense model *32*.
+# Each row of the first table is one size. Its caption names the models that all columns but the last compare. In the last column a larger number is worse.
 #
 # > **On a GPU:** the largest size is 32 times as wide as trained.
 
@@ -492,11 +492,11 @@ plots.Table(
 )
 
 # %% [markdown]
-# Read down the column of forward passes: the wider the models, the closer the gain in seconds comes to the gain in operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. A step can gain less than a forward pass, as in the last row, because AdamW goes over *all* experts in each step. In large trainings, with a thousand times as many tokens per step, the update is a small part. The papers' figure, a training 4 to 5 times as fast, is out of reach here: the mixture does not save that many operations.
+# Read down the column of forward passes: the wider the models, the closer the gain in seconds comes to the gain in operations. In the first row, gate, sorting and gathering cost more than the narrow FFN saves. A step can gain less than a forward pass, as in the last row, because AdamW goes over *all* experts in each step. In large trainings, with a thousand times as many tokens per step, the update is a small part. The papers' figure, 4 to 5 times as fast, is out of reach here: the mixture does not save that many operations.
 #
 # ## Experts in two processes
 #
-# If the experts do not fit on one device, they are easy to distribute. **Expert parallelism** gives each rank some whole experts, and the tokens travel. Every rank has its own tokens, as in data parallelism, and its own copy of the gate. A layer then takes these steps:
+# **Expert parallelism** is for experts that do not fit on one device: each rank gets some whole experts, and the tokens travel. Every rank has its own tokens, as in data parallelism, and its own copy of the gate. A layer then takes these steps:
 #
 # - Each rank sorts its tokens by expert, and tells every other rank how many tokens are coming.
 # - In an **all-to-all**, each rank sends every other rank a part of its tokens, of any size. This is the dispatch.
@@ -616,7 +616,7 @@ print(f"bytes of expert weights: {held[0]} in one process, {held[1]} and {held[2
 #
 # ### A mixture against a dense model
 #
-# In the first five of these seven checks, a token meets as many FFN weights in the mixture as in the dense model. In the last two, the dense model has equal quality. Its width differs by seed, so these intervals are wider than the table's. The range *predicted* for `moe-faster` comes from the interval of `moe-inference`. The low end is 40 % lower, because a step also updates all experts; the high end has a margin of 5 %.
+# The dense model has as many FFN weights for a token in the first five checks, and equal quality in the last two. There its width differs by seed, so the intervals are wider than the table's. The range *predicted* for `moe-faster` comes from the interval of `moe-inference`. The low end is 40 % lower, because a step also updates all experts; the high end has a margin of 5 %.
 
 # %% tags=["claim"]
 inference, faster, few, slower = speeds[SCALES[-1]]
@@ -692,16 +692,16 @@ _ = widgets.explore(draw, experts=[8, 1, 2, 16, 64, 256], k=[2, 1, 4, 8], width=
 # Replace an FFN by a mixture that meets three conditions:
 #
 # - its experts have at least 16 times the parameters of the FFN;
-# - a token costs at most 5 % more operations, including the gate's;
+# - a token costs at most 5 % more operations than in the FFN, including the gate's;
 # - a token can get at least 100,000 different sets of experts. (DeepSeekMoE's reason for narrow experts: the more sets, the better they can specialize.)
 #
-# Write a function that takes the FFN's width, 512 or more, and returns a dict with the number of experts, *k* and the width of an expert. The check draws new widths each time.
+# Write a function that takes the FFN's width, a multiple of 64 from 512 up, and returns a dict with the number of experts, *k* and the width of an expert. The check draws new widths each time.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
     "A token meets k x width. That may not be much more than the FFN's width.",
-    "The gate has `hidden` numbers per expert, an expert three matrices of `hidden` (the model's width) x its own width. So "
-    "the gate costs as much per expert as a third of one unit of an expert's width.",
+    "Call the model's width `hidden`. The gate has one row of `hidden` numbers for each expert. An expert has three "
+    "matrices of `hidden` x its own width. So the gate's row costs a third of one unit of an expert's width.",
     "One wide expert for each token gives as many sets as there are experts. How many give k of n? `math.comb`.",
 )
 
@@ -742,7 +742,7 @@ exercises.prove(check, solution=narrow_ones, mistake=one_wide_expert)
 # %% [markdown]
 # ## Exercise 2, the challenge: the best loss at a width of 32
 #
-# The check trains your mixture on the 48 languages, as above, with three seeds. A token may meet an FFN width of at most 32 (*k* x width), and there may be at most 128 experts. Find a mixture whose mean loss over the seeds is below that of the 64 experts above. Your answer is a dict, in which *balance* is the factor of the balancing loss (0.02 above).
+# The check trains your mixture as above, with three seeds. A token may meet an FFN width of at most 32 (*k* x width), and there may be at most 128 experts. Find a mixture whose mean loss over the seeds is below that of the 64 experts above. Your answer is a dict, in which *balance* is the factor of the balancing loss.
 
 # %% tags=["exercise"]
 answer = None  # for example {"experts": 4, "k": 2, "width": 16, "balance": 0.02}
