@@ -180,11 +180,11 @@ widgets.revealed(lab, "fp16", least["fp16"] / least["fp32"])
 #
 # > **On a GPU:** weights that stay in fp16 do not make a step slow, because a GPU has instructions for fp16. (Whether they train well is another question: lesson 07.)
 #
-# The remedy is one argument: `from_pretrained(..., dtype=torch.float32)`. Add `bf16=True` if the last column of the table shows that a step in bf16 is the faster one.
+# The remedy is one argument: `from_pretrained(..., dtype=torch.float32)`. Add `bf16=True` if bf16 makes a step faster. The last column of the table is only a hint: its bf16 model is wholly in bf16. `bf16=True` keeps the weights in fp32 and casts them in each step, which takes time. *Explore*, below, compares this mixed precision with fp32.
 #
 # ## The library's switches
 #
-# The guide in transformers' documentation on training with a CPU names `TrainingArguments(use_cpu=True, bf16=True)`. Older editions of that guide also name fp16, and still older ones `use_ipex`, `jit_mode_eval` and `no_cuda`. Does each of them do something? A **hook**, a function that PyTorch calls after a layer has computed, records the type in which a linear layer really multiplies.
+# The guide in transformers' documentation on training with a CPU names `TrainingArguments(use_cpu=True, bf16=True)`. Older editions of that guide also name fp16, and still older ones `use_ipex`, `jit_mode_eval` and `no_cuda`. (IPEX is Intel's extension for PyTorch.) Does each of them do something? A **hook**, a function that PyTorch calls after a layer has computed, records the type in which a linear layer really multiplies.
 
 
 # %%
@@ -205,7 +205,7 @@ def flagged(_):
         model.model.layers[0].mlp.up_proj.register_forward_hook(partial(note_type, seen))
         with tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(folder, max_steps=3, use_cpu=True, **QUIET, **({flag: True} if flag else {}))
-            arguments._n_gpu = min(1, arguments.n_gpu)
+            arguments._n_gpu = min(1, arguments.n_gpu)  # at most one GPU; with use_cpu none
             trainer = Trainer(model, arguments, train_dataset=rows)
             trainer.remove_callback(PrinterCallback)
             trainer.train()
@@ -285,11 +285,11 @@ with tempfile.TemporaryDirectory() as folder:
         print(f"{name}: threads of each process {threads[name]}, for {CORES} cores")
 
 # %% [markdown]
-# torchrun gives each process **one** thread ("to avoid your system being overloaded"), in `torch/distributed/run.py`. For two processes on two cores that is right. On 64 cores, two processes leave 62 idle. Plain processes use all cores *each*. Neither torchrun nor Python divides the cores among the processes. (accelerate's `PartialState` in `state.py` does, for several processes on a CPU. But it does so only if `OMP_NUM_THREADS` is not set, and torchrun sets it.) So set the number yourself: `OMP_NUM_THREADS` = cores / processes.
+# torchrun gives each process **one** thread ("to avoid your system being overloaded"), in `torch/distributed/run.py`. For two processes on two cores that is right. On 64 cores, two processes leave 62 idle. Plain processes use all cores *each*. Neither torchrun nor Python divides the cores among the processes. (accelerate's `PartialState` in `state.py` divides them if several processes train on a CPU. But it does so only if `OMP_NUM_THREADS` is not set, and torchrun sets it.) So set the number yourself: `OMP_NUM_THREADS` = cores / processes.
 #
 # ## Processes times threads
 #
-# A *layout* is a number of processes and the number of threads of each. Now every layout trains, in interleaved runs. Each **update** uses 16 samples in total, however many processes compute them. Otherwise two processes would be compared at twice the batch, a common mistake. A process accumulates micro-batches (lesson 05); two processes sum their gradients once per update.
+# A *layout* is a number of processes and the number of threads of each. Now every layout trains, in interleaved runs. Each **update** uses 16 samples in total, however many processes compute them. Otherwise two processes would be compared at twice the batch, a common mistake. A process accumulates micro-batches (lesson 05); two processes sum their gradients once per update by an all-reduce, and DDP divides by the number of processes (lesson 15).
 
 
 # %%
@@ -348,7 +348,7 @@ def layouts(task, recipes):
 # %% [markdown]
 # The next cell trains all layouts. It also times two more things:
 #
-# - Two processes train without exchanging anything (*silent* in the code). The all-reduce that sums the gradients of two processes is timed alone. From these two times we predict how much DDP can gain here.
+# - Two processes train without exchanging anything (*silent* in the code). Each takes 8 samples per update, as with DDP. The all-reduce that sums the gradients of two processes is timed alone. From these two times we predict how much DDP can gain here.
 # - A matmul and an element-wise operation run with all threads and with one fewer. From these times we predict how much one thread is worth.
 
 # %%
@@ -395,11 +395,11 @@ plt.show()
 # %% [markdown]
 # Left: more is better. Right: less is better. Compare one process that uses all threads with two processes that use half of the threads each: both layouts use every core.
 #
-# Then look on the right at the *crowded* layout: two processes with as many threads *each* as there are cores. (On two cores its bar is `2 x 2`, on eight `2 x 8`.) A thread that has finished its part waits for the others by *spinning*: it checks again and again, and keeps a core busy with that. The work is the same, the CPU time is not. On a rented machine you pay for it.
+# Then look on the right at the *crowded* layout: two processes with as many threads *each* as there are cores. (On two cores its bar is `2 x 2`, on eight `2 x 8`.) A thread that has finished its part waits for the others by *spinning*: it checks again and again, and keeps a core busy with that. The work is the same, the CPU time is not, and the extra time is lost to other work on the machine.
 #
-# The next cell prints these comparisons as ratios, each with its interval. The first two lines are speeds relative to *one* process with half of the threads.
+# The next cell prints these comparisons as ratios, each with its interval. The first two lines are speeds relative to *one* process with half as many threads as there are cores.
 #
-# - First line: two such processes with DDP. The line ends with two more speeds, between which we expect DDP's. The best case is *without exchange* of gradients. The worst case is *with the sum of all gradients*: it adds the whole time of the all-reduce, as if no part of the all-reduce ran during backward. DDP's middle value may still be outside. If its interval overlaps the interval of one of the two cases, noise can explain that.
+# - First line: two such processes with DDP. The line ends with two more speeds, between which we expect DDP's. The best case is *without exchange* of gradients. The worst case is *with the sum of all gradients*: it adds the whole time of the all-reduce, as if no part of the all-reduce ran during backward. DDP's middle value, the number before the brackets, may still be outside. If its interval overlaps the interval of one of the two cases, noise can explain that.
 # - Second line: one process with all threads. This comparison with DDP is fair, because the one process uses as many cores as the two.
 # - Third line: the CPU time of the crowded layout, relative to two processes that divide the cores.
 # - Last line: one thread fewer, relative to all threads, in training, in a matmul and in an element-wise operation (*other work*).
@@ -424,7 +424,7 @@ exercises.question(
     "A container may use 2 of a host's 64 cores (a quota). How many threads does torch start in it?",
     {
         "2: the container has 2": "A quota is time, not cores: 64 threads run for a moment, then all of them are stopped "
-        "until the next period. torch does not read it. The course's `doctor` does.",
+        "until the next period. torch does not read it. `perf-helpers doctor` does.",
         "64, and they share the time of 2": "torch sees all cores of the host. So set `OMP_NUM_THREADS=2`. The doctor warns you if the two numbers differ.",
         "1, to be safe": "Only torchrun does that, and for several processes alone.",
     },
@@ -434,7 +434,7 @@ exercises.question(
 # %% [markdown]
 # ## What held
 #
-# Three of the four timed claims are compared with a prediction from parts that the same run measured. (*oversubscription* has none.) For `threads-minus-one` the predicted range covers the intervals of the two operations in the last line above. It also covers 1: work that one thread does alone is as fast with one thread fewer.
+# Three of the four timed claims are compared with a prediction from parts that the same run measured. (*oversubscription* has none.) For `threads-minus-one` the predicted range covers the intervals of the two operations in the last line above. It also covers 1, because a step also contains work that one thread does alone, and that work is as fast with one thread fewer.
 #
 # In the boxes, *CPU page* and *many CPUs page* are pages of transformers' documentation on training with one CPU and with several. (The *CPU page of 4.49* is an older edition, of version 4.49.) The *2024 index* is the documentation's overview of performance in that year. A *socket* is the place of one processor; a server may have two.
 #
@@ -469,7 +469,7 @@ display(
 )
 
 # %% [markdown]
-# The guide contradicts itself. A tip recommends one thread fewer than a socket has cores. The part on Kubernetes recommends as many threads as units of CPU, which are cores. On a machine with few cores, the core that is left free is a large share of the machine.
+# The CPU page contradicts itself. A tip recommends one thread fewer than a socket has cores. The part on Kubernetes recommends as many threads as the CPU units that a container gets; a unit is one physical or virtual core. On a machine with few cores, the core that is left free is a large share of the machine.
 #
 # ## Explore
 #
@@ -648,9 +648,9 @@ exercises.prove(check, solution=through_fp32, mistake=as_it_is)
 # ## Common mistakes
 #
 # - *Loading an fp16 checkpoint without a dtype.* Print `model.dtype` before the first step.
-# - *Reporting one process's samples/s as the total*, or comparing two processes at twice the global batch. Here each update has 16 samples, and one clock times both.
+# - *Reporting one process's samples/s as the total*, or comparing two processes at twice the global batch. Here each update has 16 samples in total, and the clock of one process times the whole update, whether one process trains or two.
 # - *Ignoring a container's quota.* torch counts the host's cores. `perf-helpers doctor` reports these cores and the quota.
-# - *Following Intel's list of tools for CPUs*: oneCCL, Intel MPI, tcmalloc, libiomp. These are libraries to preload or separate launchers; this lesson measured none of them. IPEX, with which most old pages begin, has [no releases any more](https://github.com/intel/intel-extension-for-pytorch/issues/867).
+# - *Following Intel's list of tools for CPUs*: oneCCL, Intel MPI, tcmalloc, libiomp. These are libraries to preload or separate launchers. This lesson measured none of them, so measure before you adopt one. IPEX, with which most old pages begin, has [no releases any more](https://github.com/intel/intel-extension-for-pytorch/issues/867).
 #
 # ## Recap
 #
