@@ -80,6 +80,8 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
         start = time.monotonic()
         with (out / "output.txt").open("w") as output:
             run = rehearsal.run(words, rehearsal.CARDS[options.card], assumes=not options.plain, output=output.fileno())
+    if run.status == "interrupted":
+        raise SystemExit("interrupted: the rows until here are kept")
     (out / "report.txt").write_text(repr(run))
     print(repr(run), file=sys.stderr)
     found = about | {"status": run.status, "code": run.code, "minutes": round((time.monotonic() - start) / 60, 1)}
