@@ -4,7 +4,7 @@
 # Your training is too slow, and you can have a GPU that does twice the arithmetic per second. Will it halve the time of a step? A training step is hundreds of operations. Each takes its time for one of two reasons: it has numbers to compute, or bytes to move. Count both for each operation, and you know which of them a faster chip speeds up.
 #
 # **You will see**
-# - how to measure two speed limits of your machine, and predict from them the time of an operation and, in the challenge, of a model's step
+# - how to predict the time of an operation, and in the challenge that of a model's step, from two measured speed limits of your machine
 # - the FLOPs, the bytes and the seconds of every operation of a training step, in one picture
 # - whether the guides order their three groups of operations rightly, and whether backward costs twice the forward in FLOPs and in time
 # - how to read a trace, and what "100 % utilization" means
@@ -50,7 +50,7 @@ def one_thread():
 #
 # A **FLOP** is one operation on floating-point numbers; a multiplication and an addition are two. A tensor operation reads its operands from memory, computes, and writes its result. Its **intensity** is its FLOPs divided by the bytes that it moves.
 #
-# A device has two speed limits, or *ceilings*: the FLOPs per second that it reaches in matrix multiplications (its **matrix rate**), and the bytes per second that its memory moves (its **bandwidth**). No operation beats either, so it takes at least
+# A device has two speed limits, or *ceilings*: the FLOPs per second that it reaches in matrix multiplications (its **matrix rate**), and the bytes per second that its memory moves (its **bandwidth**). Unless a faster cache holds its tensors, no operation beats either. So it takes at least
 #
 # `max(FLOPs / matrix rate, bytes / bandwidth)`
 #
@@ -66,11 +66,11 @@ widgets.predict(lab, "share of products", "What share of the step's time do matm
 # %% [markdown]
 # ## By hand: two ceilings
 #
-# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A small copy stays inside a cache and shows the cache's bandwidth. The fastest try counts. On a CPU all timed work runs in one thread, so these are the limits of one core. Then the course's own `roofline.ceilings` measures the same limits (*by the library* in the table), and the better value of each pair is used from here on.
+# We time a large copy, and a square matmul in each precision for which the device has instructions. The large copy exceeds every cache, so it shows the bandwidth of memory. A small copy stays inside a cache and shows the cache's bandwidth. The fastest try counts. On a CPU all timed work runs in one thread, so these are the limits of one core. Then the course's own `roofline.ceilings` measures the same limits (*by the library* in the table). From here on we use each precision's higher matrix rate and the highest bandwidth in the table.
 #
-# `interleaving.in_turns` calls each function of a list in turn, several times. For each function it returns the times of its calls: the seconds of the clock and the seconds that were spent computing.
+# `interleaving.in_turns` calls each function of a list in turn, several times. For each call of each function it returns the seconds of the clock and the seconds spent computing.
 #
-# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 do not use them here: by default, torch does not shorten their inputs to tf32 (lesson 07).
+# > **On a GPU:** *tensor cores* are the units of a GPU that do nothing but matmuls. Matmuls in fp32 do not use them here: by default, torch does not round their inputs to tf32, a shorter format (lesson 07).
 
 
 # %%
@@ -121,13 +121,13 @@ header = [
 plots.Table(header, rows)
 
 # %% [markdown]
-# An operation with fewer FLOPs per byte than the *ridge* waits for memory. The last column is the same ridge per *number* moved: a 16-bit number has half the bytes of an fp32 number. An operation does the same FLOPs per number in every precision, so compare the rows by this column. If its value is higher for a 16-bit format, more operations wait for memory in that format.
+# An operation with fewer FLOPs per byte than the *ridge* waits for memory. The last column is the same ridge per *number* moved. An operation does the same FLOPs per number in every precision, so compare the rows by this column. If its value is higher for a 16-bit format, more operations wait for memory in that format.
 #
 # ## By hand: three operations
 #
 # A matmul of *m x k* with *k x n* has 2mkn FLOPs. LayerNorm does about 8 per element: 3 for the variance, 1 each for mean, subtract, divide, scale, shift. GELU does 5, if an `erf` (the error function of statistics) counts as one. LayerNorm and GELU read each element once and write it once. All results go into existing tensors, because the system takes time to provide a new one.
 #
-# `Ratio.of_turns` divides the seconds of two functions that ran alternately, here GELU and a copy of as many bytes, and gives an interval. (`CPU` selects the seconds spent computing.) The first function runs twice per turn. The difference between these two runs is noise. The interval reaches at least as far to each side as this noise, and at least 2 % (1.02 in the code).
+# `Ratio.of_turns` divides the seconds of two functions that ran alternately, here GELU and a copy of as many bytes. It gives the median of the turns and an interval; the table has the fastest tries instead. (`CPU` selects the seconds spent computing.) The first function runs twice per turn; its two runs differ by noise. The interval reaches at least as far to each side as this noise, and at least 2 % (1.02 in the code).
 
 
 # %%
@@ -178,15 +178,15 @@ claims.check("activations-bandwidth", against_copy, missing=missing)
 # - **Well above 1**: a third limit sets it. One core computes an `erf`, or sums up rows, at another rate than that of matmuls.
 # - **Below 1**: other load slowed the machine while we measured the ceiling.
 #
-# > **On a GPU:** thousands of cores share such work. The guides say that activation functions are usually limited by bandwidth; the claim tests this. On a CPU it is not judged.
+# > **On a GPU:** thousands of cores share such work. The claim is judged only there.
 #
 # ## Baseline: a whole step, operation by operation
 #
-# We sort all operations into the guides' three groups. *Contractions* are matmuls. *Normalizations* are LayerNorm and softmax. *Element-wise* operations are all others, such as an activation function, dropout or an addition.
+# The step is one of `lab.task`, the course's model, on 4 sequences, without the update. We sort all operations into the guides' three groups. *Contractions* are matmuls. *Normalizations* are LayerNorm and softmax. *Element-wise* operations are all others, such as an activation function, dropout or an addition.
 #
-# A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a *kernel* (the compiled function that does the work) runs it. The mode has to call the operation, and may inspect, count and time it. Ours counts FLOPs and bytes. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from the table `PER_ELEMENT`.
+# A **dispatch mode** is an object to which torch hands every operation of forward and backward, just before a *kernel* (the compiled function that does the work) runs it. The mode has to call the operation, and may inspect, count and time it. Ours counts FLOPs and bytes, and takes the seconds that this thread computed. An operation that is not a matmul gets a number of FLOPs per element of its largest tensor, from the table `PER_ELEMENT`.
 #
-# Ours also takes each operation's time: the seconds that this thread computed. Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, `bernoulli_` draws random zeros and ones, and `native_layer_norm` is the kernel behind `layer_norm`.
+# Attention runs in its plain form here, because a fused kernel would be a single operation. The names are torch's: `mm` is a matmul, `bmm` is many matmuls of one size, `addmm` is a matmul and an addition, and `bernoulli_` draws random zeros and ones.
 #
 # > **On a GPU:** the device's own clock is read before and after each kernel (CUDA *events*). A short sleep of the device comes first: the kernel is launched meanwhile, so its launch is not timed.
 
@@ -329,9 +329,9 @@ print("most time:", ", ".join(f"{name} {dearest[name]:.0%}" for name in top))
 print(f"with twice the matrix rate and nothing else this step would be at most {1 / (1 - share / 200):.2f} x as fast")
 
 # %% [markdown]
-# (Operations that move no bytes only make views or empty tensors.) The estimate is the matmuls' share if every operation takes its least time on the roofline. The last printed line answers the question at the top: twice the matrix rate at best halves the matmuls' time, and no other (*Amdahl's law*).
+# (Operations that move no bytes only make views or empty tensors.) The estimate is the matmuls' share if every operation takes its least time on the roofline. The last printed line answers the question at the top: twice the matrix rate at best halves the matmuls' time, and changes no other (*Amdahl's law*).
 #
-# Each dot in the picture is an operation: how many FLOPs per byte it does, and how many FLOPs per second it reached. Under the slope bandwidth is the limit, under the flat part arithmetic. A larger dot took more time. Operations without FLOPs (copies, embeddings) are not shown. The named dot is the longest operation that is not a matmul.
+# Each dot in the picture is an operation. Under the slope bandwidth is the limit, under the flat part arithmetic. A larger dot took more time. Operations without FLOPs (copies, embeddings) are not shown. The named dot is the longest operation that is not a matmul.
 
 
 # %%
@@ -378,9 +378,9 @@ right.set_title("Each group's share of the FLOPs, the bytes and the time", loc="
 _ = right.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
 
 # %% [markdown]
-# Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache, which holds the tensors of a small step.
+# Matmuls are on the right, under the flat roof. All others are on the left, orders of magnitude lower. They do few FLOPs per byte, so faster matmuls cannot help them. A dot *above* the black slope was served by a cache (the dotted slope), which holds the tensors of a small step.
 #
-# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The first claim below is about all operations that are not matmuls: their share of the FLOPs is divided by their share of the bytes. The second tests the order contractions, normalizations, element-wise: the FLOPs per byte of each group are divided by those of the next, and the smaller ratio counts. It leaves out copies and embeddings, which only move bytes. An `exp` counts as one FLOP here, by convention; the note also has the values if it counts as ten.
+# The guide has its three groups from [Ivanov et al., 2020](https://arxiv.org/abs/2007.00072). The first claim below is about all operations that are not matmuls: their share of the FLOPs is divided by their share of the bytes (1 means as many FLOPs per byte as the whole step). The second tests the order contractions, normalizations, element-wise: the FLOPs per byte of each group are divided by those of the next, and the smaller ratio counts. It leaves out copies and embeddings. An `exp` counts as one FLOP; the note also has the values for ten FLOPs.
 
 
 # %% tags=["claim"]
@@ -434,7 +434,7 @@ plots.Table(header, table, "ratio: backward / forward")
 # - **Bytes**: an activation function, for example, moves three tensors in backward and two in forward.
 # - **Time**: each operation has its own limit, so the ratio need not be 2.
 #
-# Dropout draws its masks in forward; backward only multiplies by them. Where random numbers are drawn one by one, as on a CPU, drawing can take half as long as the forward's matmuls.
+# Dropout draws its masks in forward; backward only multiplies by them. So dropout lowers the ratio of bytes. On a CPU, which draws random numbers one by one, drawing can take half as long as the forward's matmuls.
 #
 # ## What held
 #
@@ -591,7 +591,7 @@ claims.check("convolution-backward-twice", convolution_flops(True), note=note)
 # %% [markdown]
 # ## Model FLOPs utilization
 #
-# PaLM's authors ([Chowdhery et al., 2022, appendix B](https://arxiv.org/abs/2204.02311)) divide the FLOPs that the *model* needs by the FLOPs that the device could have done in the same time:
+# The authors of PaLM, a language model ([Chowdhery et al., 2022, appendix B](https://arxiv.org/abs/2204.02311)), divide the FLOPs that the *model* needs by the FLOPs that the device could have done in the same time:
 #
 # `MFU = model FLOPs / (step seconds x matrix rate)`
 #
@@ -624,6 +624,7 @@ def fastest_step(processes):
 # %%
 config, length = lab.task.build_config(), lab.task.length()
 model_flops, rule = roofline.model_flops(lab.task, 4), 6 * lab.task.parameters() * 4 * length
+# 2 matmuls per layer, each 2 * hidden_size * length FLOPs per token; once in forward, twice in backward
 of_scores = 12 * config.num_hidden_layers * config.hidden_size * length * 4 * length
 taken = {"float32": fastest_step(step_turns), "float32, with dropout": fastest_step(dropout_turns)}
 if "bfloat16" in ceilings:
@@ -690,7 +691,7 @@ exercises.question(
 # %% [markdown]
 # ## A trace, read aloud
 #
-# `torch.profiler` records which kernels ran, and when. The picture shows the first operations of a forward pass, with 16 tokens per sequence and with all of them. A bar is a kernel at work; white is time in which no kernel works.
+# `torch.profiler` records which kernels ran, and when. The picture shows the first operations of a forward pass, with 16 tokens per sequence and with all of them. A bar is a kernel at work; white is time in which no kernel works. The printed numbers count forward and backward.
 
 
 # %%
@@ -745,15 +746,15 @@ _ = axes[1].set_xlabel("microseconds")
 # %% [markdown]
 # Look for:
 #
-# - **White**: nothing computes, because the next kernel was not called yet. A step with much white and short bars is *launch-bound*. Fewer, larger operations help it: larger batches (lesson 04), fusing and graphs (lesson 11).
+# - **White**: nothing computes, because the next kernel was not called yet. A step with much white and short bars is *launch-bound*. Fewer, larger operations help it: larger batches (lesson 04), fusing and CUDA graphs (lesson 11).
 # - **Wide bars of matmuls**: the step is *compute-bound* (by arithmetic). A faster precision helps it (lesson 07).
 # - **Wide bars of other operations**: the step is *memory-bound* (by bandwidth). Fewer bytes help it, unless the bars draw dropout's masks (on a CPU).
 #
-# A bar also contains the overhead of its call. The kernels in the lower picture process many more numbers. If one takes as many microseconds in both pictures (the axes differ), most of its bar is overhead.
+# A bar also contains the overhead of its call. The kernels in the lower picture process many more numbers. If one takes as many microseconds in both pictures (the axes differ), most of both bars is overhead.
 #
 # ## "My GPU is at 100 %"
 #
-# `nvidia-smi` and `torch.cuda.utilization` report the percentage of time in which [one or more kernels were executing](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the bars of a trace, whatever they do. Below, "busy" is the share of the clock's time that the thread computed. There are three loops: one thread counts, 1 is added to a large tensor, two matrices are multiplied (*product*).
+# `nvidia-smi` and `torch.cuda.utilization` report the percentage of time in which [one or more kernels were executing](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html): the bars of a trace, whatever they do. Below, "busy" is the share of the clock's time that the thread computed. The first of three loops only counts, in one thread. The second adds 1 to a large tensor. The third multiplies two matrices (*product*).
 #
 # > **On a GPU:** "busy" is the value that NVML reports (NVIDIA's library behind `nvidia-smi`).
 
@@ -792,11 +793,11 @@ plots.Table(["loop", "busy", "of the matrix rate", "of the bandwidth"], rows)
 # %% [markdown]
 # All three are busy. (On a CPU 101 % is possible: its two clocks differ a little.) This says nothing about speed; the MFU and the trace do.
 #
-# (Why can *add 1* reach more than 100 % of the bandwidth on a CPU? First, a CPU reads memory into its cache before it overwrites it. So our copy also read its target: it moved three bytes for every two that we counted, and the true bandwidth is higher. Adding in place reads nothing extra. Second, this loop's 16 MB can stay in a large, faster cache.)
+# (On a CPU, *add 1* can exceed 100 % of the bandwidth. First, a CPU reads memory into its cache before it overwrites it. So our copy moved three bytes for every two that we counted, and the true bandwidth is higher. Adding in place reads nothing extra. Second, this loop's 16 MB can stay in a large cache.)
 #
 # ## Explore
 #
-# The dot is a matmul, or a chain of three operations: add a bias, apply GELU, add the layer's input again (the *residual*). The controls move the dot. *one each* runs three kernels. *fused* runs the chain in one kernel, so its intermediate results never go to memory. Find a change that moves the dot to the right, one that lifts the roof over it, and one that does nothing.
+# The dot is a matmul, or a chain of three operations: add a bias, apply GELU, add the layer's input again (the *residual*). *one each* runs three kernels. *fused* runs the chain in one kernel, so its intermediate results never go to memory. Find a change that moves the dot to the right, one that lifts the roof over it, and one that does nothing.
 
 
 # %% tags=["widget"]
@@ -830,7 +831,7 @@ _ = widgets.explore(draw, operation=operations, size=sizes, precision=list(ceili
 # %% [markdown]
 # ## Exercise 1: which of the four can help?
 #
-# A step is bound by bandwidth: nearly all of its time goes to the chain above (bias, GELU, residual) on tensors of 64 million numbers. Which of these changes can make it at least 10 % faster?
+# A step is bound by bandwidth: nearly all of its time goes to the chain above on tensors of 64 million numbers. Which of these changes can make it at least 10 % faster?
 #
 # **A** a matrix rate twice as high · **B** one fused kernel for the three · **C** activations in 16 bits · **D** a cheaper formula for GELU, with half the FLOPs
 
@@ -874,7 +875,7 @@ exercises.prove(check, solution={"B", "C"}, mistake={"A", "C"})
 # %% [markdown]
 # ## Exercise 2: the challenge
 #
-# You have not timed `unseen`: it has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above without dropout (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen` with the function `count` from above.
+# The model `unseen`, made below, has not been timed. It has half the layers, feed-forward layers half as wide, sequences half as long, and a batch of 8 instead of 4. How many milliseconds does one of its training steps take: forward, backward and AdamW's update, in fp32, without dropout? Predict it within 25 % before it runs. You have the seconds of the model above without dropout (`timed_plain` has those of each operation, the next cell prints those of a step and of its update) and the ceilings (`roof`), and you may count the operations of `unseen` with the function `count` from above.
 #
 # The check runs steps of both models alternately, and multiplies the ratio of their times by the milliseconds printed below. So a slowdown of the machine does not matter.
 
@@ -883,8 +884,9 @@ exercises.hint(
     "8 sequences of half the length are as many tokens as before. Which operations are fewer, and which smaller?",
     "`[Row(*row) for row in lab.run(lambda task: count(task, 8), task=unseen, measure=('none',)).value]` lists the "
     "operations of `unseen` without timing them. The update takes time in proportion to `unseen.parameters()`.",
-    "`timed_plain` says how many times as long as `roof.seconds(flops, moved)` the operations of each name take. "
-    "Multiply the printed step by the sum for `unseen` over the sum for the model above, the update included.",
+    "`timed_plain` says how many times as long as `roof.seconds(flops, moved)` the operations of each name take. With "
+    "these factors, predict the seconds of all operations of `unseen`. Divide their sum by the sum of the seconds in "
+    "`timed_plain`, and multiply the printed step without its update by this ratio. Then add the update of `unseen`.",
 )
 
 # %% tags=["exercise"]
