@@ -98,7 +98,7 @@ def forked(num_workers=0, **options):
 # %% [markdown]
 # `follow` shows how to measure waiting without a profiler: read the clock when a step ends, and again when the next batch has arrived. A step has ended when its loss is known, so `step` returns the loss as a number. (Do this only to measure. In other loops the *host*, i.e. the CPU, prepares the next operations while the GPU computes. To read a loss, the host must wait.)
 #
-# The cell after it is plumbing, and you can skip it. `stepper` returns a function that makes one training step of a small BERT, and the seconds that such a step takes (`own` in the code). These seconds are the unit of time below. `fed` trains in one fresh process with several sources of batches (`ways`), one after the other, and returns the times of each.
+# The cell after it is plumbing, and you can skip it. `stepper` returns a function that makes one training step of a small BERT, samples for it, and the seconds that such a step takes (`own` in the code). These seconds are the unit of time below. `fed` trains in one fresh process with several sources of batches (`ways`), one after the other, and returns the times of each.
 
 
 # %%
@@ -155,7 +155,7 @@ def fed(ways, steps=8, skip=3, turns=1):
 
 
 # %% [markdown]
-# `threaded`, in the next cell, uses a thread that fetches batches ahead. First answer the question below that cell; the table after it shows what the thread does here. Reading a batch takes as long as *one* step. So training would be twice as fast if both ran side by side.
+# `threaded`, in the next cell, uses a thread that fetches batches ahead. First answer the question below that cell. In the table after it, reading a batch takes as long as *one* step. So training would be twice as fast if both ran side by side.
 
 
 # %%
@@ -297,10 +297,10 @@ pair, axes = [simulate(3, 2, batches=12), measured["two"]], plt.subplots(2, 1, f
 gantt(pair[0], axes[0], "two workers, by the rules")
 gantt(pair[1], axes[1], "two workers, measured", unit=total(pair[1], "train"))
 shares = [waiting_share(bars[12:]) for bars in pair]
-print("share of the time spent waiting: {:.0%} by the rules, {:.0%} measured".format(*shares))
+print("share of the time spent waiting, after four batches: {:.0%} by the rules, {:.0%} measured".format(*shares))
 
 # %% [markdown]
-# Two workers are not enough for a reader that takes three steps. Find the steps that wait: in the upper chart as the rules predict them, in the lower one as the clock measured them. The charts can differ: a read takes three times `own`, the time of a step *before* the workers started. If steps are now slower than `own`, a read is shorter than three of them, and the waits are shorter than predicted. If steps are faster, the waits are longer than predicted. Four workers hide these longer waits, too, so they can gain more than the predicted four times.
+# Without workers a batch takes 3 + 1 steps, with four workers only 1: hence the estimate of 4. Two workers are not enough for a reader that takes three steps: on average they deliver a batch every 1.5 steps, so a third of the time is waiting. Find the steps that wait, in both charts. The charts can differ: a read takes three times `own`, the time of a step *before* the workers started. If steps are now slower than `own`, the waits are shorter than predicted; if they are faster, the waits are longer. Four workers hide these longer waits, too, so they can gain more than the predicted four times.
 #
 # ## More workers
 #
@@ -321,7 +321,7 @@ ax.set_ylim(0)
 print(f"cores here: {lab.machine.cpu_cores:g}")
 
 # %% [markdown]
-# If a reader waits as long as three steps take, three workers hide it completely, because each of them works on a batch of its own. A reader that computes needs cores: if none is left, its workers take them from the training and from each other. If the input is ready, workers gain nothing, and the problem is elsewhere.
+# If a reader waits as long as three steps take, by the rules three workers hide it, because each of them works on a batch of its own. (Some waiting is still measured: each batch must be handed over.) A reader that computes needs cores: if none is left, its workers take them from the training and from each other. If the input is ready, workers gain nothing, and the problem is elsewhere.
 #
 # How many workers are too many? Each worker costs three things:
 #
@@ -352,7 +352,7 @@ def cost_of(count):
 unhelped, *costs = (cost_of(count) for count in (0, 1, 4, 16))
 shared, needed = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None, (8 * 2 + 1) * 4 * 64 * 3 * 224 * 224
 free = plots.bytes_text(shared and shared.f_bavail * shared.f_frsize)
-print(f"free in /dev/shm: {free}; 8 workers, batches of 64 pictures of 224 x 224: up to {plots.bytes_text(needed)}")
+print(f"free in /dev/shm: {free}; 8 workers, 17 fp32 batches of 64 x 3 x 224 x 224: up to {plots.bytes_text(needed)}")
 rows = [[n, f"{1e3 * c[0]:.0f}", f"{c[1] / 1e6:.1f}", f"{c[3] / 1e6:.1f}"] for n, c in zip((1, 4, 16), costs)]
 plots.Table(["workers", "to the first batch, ms", "unique MB per worker, array", "unique MB per worker, list"], rows)
 
@@ -361,11 +361,11 @@ plots.Table(["workers", "to the first batch, ms", "unique MB per worker, array",
 #
 # A fork shares its parent's memory only until one of the two writes to it. Even *reading* a Python object writes to memory, because Python updates the object's reference count. Page by page, each worker therefore gets its own copy of the list. An array, a tensor or an Arrow table (the form in which the library `datasets` stores rows) has one reference count for all of its content.
 #
-# If `/dev/shm` is full, the training ends. With 4 MB of it, torch 2.13 ended with *unable to allocate shared memory ... No space left on device*; older versions ended with a *bus error*. A remedy that is often given, `torch.multiprocessing.set_sharing_strategy("file_system")`, ended with the same message, because its files are in `/dev/shm` too. (It is a remedy against *too many open files*.) More space helps, and so do fewer workers or smaller batches.
+# If `/dev/shm` is full, the training ends. With 4 MB of it, torch 2.13 ended with *unable to allocate shared memory ... No space left on device*; older versions ended with a *bus error*. A common remedy, `torch.multiprocessing.set_sharing_strategy("file_system")`, ended with the same message, because its files are in `/dev/shm` too. (It helps against *too many open files*.) More space helps, and so do fewer workers or smaller batches.
 #
 # ## Irregular readers
 #
-# Suppose that loading a batch takes half a step, but every seventh batch takes ten steps because a file is opened. The mean is under two steps, so three workers should be enough. But a late batch delays all batches after it. Look for the smallest `prefetch_factor` for which the rules predict no waiting, and compare it with what is measured.
+# Suppose that loading a batch takes half a step, but every seventh batch takes ten steps because a file is opened. The mean is under two steps, so three workers should be more than enough. But a late batch delays all batches after it. Look for the smallest `prefetch_factor` for which the rules predict no waiting, and compare it with what is measured.
 
 
 # %%
@@ -387,7 +387,7 @@ rows = [[factor, f"{rule:.0%}", f"{waiting_share(found[factor]):.0%}"] for facto
 plots.Table(["prefetch_factor", "waiting, by the rules", "waiting, measured"], rows)
 
 # %% [markdown]
-# Even if the rules predict no waiting, some is measured: reads and steps vary, and each batch must be handed over.
+# Here, too, some waiting is measured although the rules predict none, because reads and steps vary.
 #
 # Prefetching bridges one late batch: while this batch loads, the training uses the batches that are ready. It cannot make up for readers that are too slow on average: if every batch takes 2.5 steps, you need three workers.
 #
@@ -481,8 +481,8 @@ def tokenised(_):
 
 
 once, *epoch = lab.run(tokenised, measure=("none",)).value
-saved, paid = epoch[0] - epoch[2], "paid back after {:.1f} epochs"
-print(f"done once: {once:.2f} s; rows as tensors:", paid.format(once / saved) if saved > 0 else "never paid back")
+saved, paid = epoch[0] - epoch[2], "with rows as tensors paid back after {:.1f} epochs"
+print(f"done once: {once:.2f} s of CPU time,", paid.format(once / saved) if saved > 0 else "never paid back")
 names = ["for each batch", "before, rows as lists", "before, rows as tensors"]
 plots.Table(["tokenised", "CPU ms per batch of 16"], [[name, 1e3 * cpu / 125] for name, cpu in zip(names, epoch)])
 
@@ -491,7 +491,7 @@ plots.Table(["tokenised", "CPU ms per batch of 16"], [[name, 1e3 * cpu / 125] fo
 #
 # ## Less work: pad less
 #
-# A batch is a rectangle. Short sequences are filled up with padding, and the model computes on the padding too. The next cells count the padding of four kinds of batches:
+# A batch is a rectangle. Short sequences are filled up with padding, and the model computes on the padding too. The next cells draw 2,048 sequences of 4 to 128 tokens, and count the padding of four kinds of batches:
 #
 # - always 128 tokens wide;
 # - as wide as their longest sequence;
@@ -559,7 +559,7 @@ plots.Table(["batches", "share of padding", "tokens per second, padding not coun
 #
 # ## To the GPU
 #
-# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned (*pageable*: the operating system may move it), one that is pinned within the step (the step waits meanwhile), and one that was pinned before the clock starts. Without a GPU nothing is measured. The cell after the table only defines a function: it reads the GPU's utilization, once with the input ready and once with a slow reader, for a claim at the end.
+# > **On a GPU:** the device can copy by itself only from **pinned** memory, which the operating system may not move. From any other memory, the host first copies the data to a pinned place, and waits. `non_blocking=True` lets the host go on, but only if the source is pinned. `DataLoader(pin_memory=True)` has a thread that pins each batch. The table compares a batch that is not pinned (*pageable*: the operating system may move it), one that is pinned within the step (the step waits meanwhile), and one that was pinned before the clock starts. The cell after the table only defines a function: it reads the GPU's utilization, once with the input ready and once with a slow reader, for a claim at the end.
 
 
 # %%
@@ -688,11 +688,11 @@ note = f"utilization {busy[0]:.0f} % with the input ready, {busy[1]:.0f} % with 
 claims.check("utilisation-shows-wait", busy[1] / busy[0] if busy else None, missing=missing, note=note)
 
 # %% [markdown]
-# > **On a GPU:** look at its utilization first, as the guide says. If it is far below 100 %, the GPU waits; but utilization does not tell you *why*. The share of the time spent waiting for batches does: if this share is small, the step itself launches its work too slowly (lesson 02). And 100 % only means that something ran all the time.
+# > **On a GPU:** look at its utilization first, as the guide says. If it is far below 100 %, the GPU waits; but utilization does not tell you *why*. The share of the time spent waiting for batches does: if this share is small, the step itself launches its work too slowly (lesson 02).
 #
 # ## Explore
 #
-# Here are the rules again, for a pipeline of your own. Find a reader for which a larger prefetch helps and more workers do not, and a reader for which it is the other way round.
+# Here are the rules again, for a pipeline of your own. Find a reader for which a larger prefetch helps as much as more workers, and a reader for which only more workers help.
 
 
 # %% tags=["widget"]
@@ -709,7 +709,7 @@ _ = widgets.explore(draw, loading=loadings, workers=[2, 0, 1, 3, 4, 8], prefetch
 # %% [markdown]
 # ## Exercise: the challenge
 #
-# Synthetic data would be ready at once, without a reader. Reach **95 %** of the speed that a training on such data would have, with *at most 3 workers*. The reader takes the time of one step for a batch, and of eight steps for every fifth batch. The check measures; it does not simulate. Only the input should decide, so the device is replaced by a wait of 100 ms per step.
+# Synthetic data, made before the training, would be ready at once. Reach **95 %** of the speed that a training on such data would have, with *at most 3 workers*. The reader takes the time of one step for a batch, and of eight steps for every fifth batch. The check measures; it does not simulate. Only the input should decide, so the device is replaced by a wait of 100 ms per step.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -755,7 +755,7 @@ exercises.prove(check, solution=dict(num_workers=3, prefetch_factor=6), mistake=
 # ## Recap
 #
 # - **Measuring.** Two readings of the clock per step showed how long it waited for its batch. A thread hid a reader that waits, but not one that computes in Python; a worker can hide both if it finds a core.
-# - **How many workers.** More workers helped until nothing was left to wait for: with a reader that takes three steps, four workers made the training 3.3 times as fast (AMD EPYC, 2 cores, 2026-11-29), and sixteen gained nothing more that could be measured. Each further worker costs its start, its memory and, if it computes, a core. A late batch calls for more prefetch, not for more workers.
+# - **How many workers.** More workers helped until nothing was left to wait for: with a reader that takes three steps, four workers made the training 3.3 times as fast (AMD EPYC, 2 cores, 2026-11-29), and sixteen gained nothing more that could be measured. Each further worker costs its start, its memory and, if it computes, a core. A late batch calls for more prefetch: more workers help too, but cost more.
 # - **Cheaper batches.** Batches got cheaper by tokenising once if reading them back was cheap, by padding less or packing, and on a GPU by pinned memory.
 
 # %% tags=["finish"]
