@@ -171,8 +171,7 @@ def forget_all(blocks, x):
         with torch.no_grad():
             h = torch.nn.Sequential(*blocks[:number])(x)  # from x again: nothing was kept
         out = blocks[number](h.requires_grad_(number > 0))
-        # The last block comes first; its gradient is that of the loss, the mean of the squares of `out`.
-        out.backward(2 * out.detach() / out.numel() if gradient is None else gradient)
+        out.backward(2 * out.detach() / out.numel() if gradient is None else gradient)  # first: of the mean square
         gradient = h.grad
     return torch.cat([weight.grad.flatten() for block in blocks for weight in block.parameters()])
 
