@@ -8,7 +8,7 @@
 # - how to find the largest batch that fits, with and without a crash, what it brings, and at which sizes a matmul's time jumps
 # - what a larger batch does to learning: by samples, by steps and by seconds
 #
-# **Time:** plan 45 minutes with the code and the exercises: a quarter of an hour of reading, one to two minutes of computing on two CPU cores. **Before this:** lessons 01 and 02. **Not on a CPU:** the six claims about multiples of 8 and 64, about tiles, and about fp16.
+# **Time:** plan 45 minutes with code and exercises: 15 of reading, one to two of computing on two CPU cores. **Before this:** lessons 01 and 02. **Not on a CPU:** the six claims about multiples of 8 and 64, about tiles, and about fp16.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -51,7 +51,7 @@ def single_thread():
 #
 # ## Predict
 #
-# The next cell chooses the model of part 1: on a CPU the lab's model with two layers and short sequences, on a GPU the lab's model as it is. Suppose that your device has just enough memory to train this model with a batch of 4. Now you get a device with *twice* as much memory.
+# The next cell chooses the model of part 1: the lab's model, on a CPU with only two layers and short sequences. Suppose that your device's memory is just enough for a batch of 4. Now you get *twice* as much memory.
 
 # %%
 if on_cpu:
@@ -146,7 +146,8 @@ exercises.question(
     lab,
     "rows",
     "Take an H100 (132 multiprocessors, tiles of 256 x 128) and a layer with 1024 columns, whose first knee is at 100 "
-    "rows. Your sequences have 512 tokens, and you train one at a time. What does batch 8 do to the speed of this layer?",
+    "rows. Your sequences have 512 tokens, and you train one at a time. What does batch 8 do to the layer's speed, its "
+    "rows per second?",
     {
         "Hardly anything: 512 rows are past the knee.": "Past the first one. But 512 rows are 2 x 8 = 16 tiles, and "
         "116 of the 132 multiprocessors have none.",
@@ -164,11 +165,11 @@ for card, count in {"H100": 132, "A100": 108, "T4": 40, "one core": 1}.items():
     print(f"{card}: {rounds} waves for 512, 1024, 2048, 4096 and 8192 rows of a layer with 1024 columns")
 
 # %% [markdown]
-# While the number of waves stays the same, more rows take no more time. So a layer has two knees. At the knee of **intensity** arithmetic begins to take longer than reading; at the knee of **occupancy** all multiprocessors have a tile. A larger batch is faster until the later of the two. A single core has only the first knee. On a large GPU, a layer with few columns reaches the second knee at many more rows than the first.
+# While the number of waves stays the same, more rows take no more time: idle multiprocessors compute them. So a layer has two knees. At the knee of **intensity** arithmetic begins to take longer than reading; at the knee of **occupancy** all multiprocessors have a tile. A larger batch is faster until the later of the two. A single core has only the first knee. On a large GPU, a layer with few columns reaches the second knee at many more rows than the first.
 #
 # ## Baseline: the largest batch that fits
 #
-# Now we train whole steps. First we look for the batch sizes that fit into memory. From some batch size on, each further sample adds the same number of bytes to the peak. So two measured sizes give a straight line. The line gives the largest batch that fits, and two more runs check it.
+# Now we train whole steps. First we look for the batch sizes that fit into memory. From some batch size on, each further sample adds the same number of bytes to the peak. So two measured sizes give a straight line, and the line gives the largest batch that fits. Two more runs check it.
 
 # %%
 sizes = (16, 32) if on_cpu else (8, 16)
@@ -198,7 +199,7 @@ with lab.quiet():
 widgets.revealed(lab, "twice the memory", fitting, estimate=estimated)
 
 # %% [markdown]
-# Weights, gradients and optimizer states take the same bytes for every batch. They are in the first half of the memory already, so the second half is free for samples.
+# Weights, gradients and optimizer states take the same bytes for every batch. They are in the first half of the memory already, so the second half is free for samples. A part of the first half can be free, too: batch 4 may reach its peak when its activations are already freed.
 #
 # The estimate trains nothing: it computes the peaks of two sizes and draws such a line through them. The Trainer's argument `auto_find_batch_size=True` tries batch sizes instead: it puts accelerate's `find_executable_batch_size` around the training, which reduces the batch to nine tenths after each out-of-memory error. (Until [pull request 3684](https://github.com/huggingface/accelerate/pull/3684) of 2025 it halved the batch.) The next cell calls this function directly. On a CPU we cause the error ourselves: above the limit we ask for more memory than any machine has. The cell also tests an out-of-memory message of oneDNN, torch's library for matmuls on a CPU.
 #
@@ -233,7 +234,7 @@ rows.append(["two estimates", "none", estimated, estimate_seconds])
 plots.Table(["way", "trained with", "answer", "seconds"], rows)
 
 # %% [markdown]
-# The search ends at the first size that fits. So its answer depends on the size that it began with. It is seldom a multiple of 8, and it may be smaller than the largest batch that fits. The search also changes the samples per update, but not the learning rate (see part 2). And accelerate recognizes an out-of-memory error by its message. If a library words its message differently, as oneDNN does (the line above the table), your search ends in a crash. With a small model the search may be quicker than the estimates; the larger the model, the more a failed attempt costs.
+# The search ends at the first size that fits. So its answer depends on the size that it began with. It is seldom a multiple of 8, and it may be smaller than the largest batch that fits. The search also changes the samples per update, but not the learning rate (see part 2). And accelerate recognizes an out-of-memory error by its message. If a library words it differently, as oneDNN does (the line above the table), your search ends in a crash. With a small model the search may be quicker than the estimates; the larger the model, the more a failed attempt costs.
 #
 # ## Change one thing: the batch, up to that limit
 #
@@ -288,11 +289,11 @@ print(f"batch {fitting} is {speeds[-1] / speeds[0]:.2f} x as fast as batch 1; ",
 print(f"without the updates {without_update[-1] / without_update[0]:.2f} x")
 
 # %% [markdown]
-# In the left picture, the distance between the lines is the **update**: in a larger batch, more samples share it. The line *without the update* rises too, for two other reasons: larger passes fill the device better, and each call of an operation serves more samples. In the right picture the straight line looks bent, because the horizontal axis is logarithmic. A small batch can need more memory than the *line through two sizes* says. Its peak is at the end of backward or in the update, where all gradients are in memory and the batch size hardly matters.
+# In the left picture, the distance between the lines is the **update**: in a larger batch, more samples share it. The line *without the update* rises too, for two other reasons: larger passes use the device better, up to the layers' knees, and each call of an operation serves more samples. In the right picture the straight line looks bent, because the horizontal axis is logarithmic. A small batch can need more memory than the *line through two sizes* says. Its peak is at the end of backward or in the update, where all gradients are in memory and the batch size hardly matters.
 #
 # ## Multiples of 8, of 64, or of another number
 #
-# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles, too, as wide as a *vector*: the numbers that one instruction computes together (16, 8 or 4, depending on the CPU). The next cell prints the width of yours, and predicts at which numbers of columns (*edges*) the time will jump.
+# A tile that is not full costs as much as a full one (*tile quantization*). A last wave that does not fill the device costs as much as a full wave (*wave quantization*). A CPU's core has small tiles, too, as wide as a *vector*: the numbers that one instruction computes together (16, 8 or 4). The next cell prints the width of yours, and predicts at which numbers of columns (*edges*) the time will jump.
 
 
 # %%
@@ -343,9 +344,9 @@ for wave in (1, 2, 3, 4):
 # %% [markdown]
 # If the measured time jumps where the predicted line does, the size of the tile is confirmed. If a jump is lower than predicted, the kernel has a cheaper way to compute a tile that is not full.
 #
-# **Alignment** is another effect. A GPU's tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. The claims below multiply square matrices on a GPU. Their size is 3904 (61 x 64, a multiple of 64), 3912 (a multiple of 8) or 3913 (odd). From 3904 to 3913 there is no multiple of 128, a usual width of tiles. So these sizes need equally many such tiles, and only the alignment differs.
+# **Alignment** is another effect. A GPU's tensor cores read fp16 in groups of 8 numbers. A row that does not begin at the start of such a group takes longer to read. The claims below multiply square matrices on a GPU. Their size is 3904 (a multiple of 64), 3912 (a multiple of 8) or 3913 (odd). From 3904 to 3913 there is no multiple of 128, a usual width of tiles. So these sizes need equally many such tiles, and only the alignment differs.
 #
-# The next cell changes one dimension of a matmul at a time: its rows M (samples x tokens), its columns N (features out), or its depth K (features in). The dimension gets four sizes, the table's columns: *n - 1*, *n*, *n + 1* and *n + 8*. Each entry is the FLOP/s at that size, divided by the FLOP/s at size *n*: below 1 is slower. On a GPU *n* is 3904, so the table shows alignment. On a CPU *n* is four full vectors, so the line *N, columns* shows an edge: *n + 1* begins a new tile. If *n - 1* is slow too, an incomplete tile is slow here. The lines above the table are about the output layer of a language model: with its vocabulary of 30522 words, and *padded* with unused words to 30528, a multiple of 64.
+# The next cell changes one dimension of a matmul at a time: its rows M (samples x tokens), its columns N (features out), or its depth K (features in). The dimension gets four sizes, the table's columns: *n - 1*, *n*, *n + 1* and *n + 8*. Each entry is the FLOP/s at that size, divided by the FLOP/s at size *n*: below 1 is slower. On a GPU *n* is 3904, so the table shows alignment. On a CPU *n* is four full vectors, so the line *N, columns* shows an edge: *n + 1* begins a new tile. (For M and K we predict nothing.) If *n - 1* is slow too, an incomplete tile is slow here. The lines above the table are about the output layer of a language model: with its vocabulary of 30522 words, and *padded* with unused words to 30528, a multiple of 64.
 
 # %%
 base, rest = (4 * vector, 256) if on_cpu else (61 * 64, 4096)
@@ -531,17 +532,17 @@ exercises.prove(check, solution={"A", "D"}, mistake={"D"})  # the mistake: the f
 # %% [markdown]
 # ## Recap of part 1
 #
-# The numbers are those of an AMD EPYC with 2 cores (2026-11-29); yours are in the cells above.
+# Numbers: AMD EPYC, 2 cores, 2026-11-29; yours are above.
 #
 # - **A larger batch is faster until the later of two knees.** Two ceilings give the knee of intensity, and counting tiles gives the knee of occupancy. In a whole step more samples also share the update and each call: batch 51 was 3.3 times as fast as batch 1.
 # - **The largest batch that fits can be found without a crash.** A batch of a quarter of its size had 0.90 times the speed.
 # - **Time jumps at the edges of tiles**, if your picture and your table show it. Padding is nearly free: 30528 words instead of 30522 took 25 kB.
 #
-# This is a good place to stop.
+# You can stop here.
 #
 # ## Part 2: learning
 #
-# The gradient of a batch is the *true gradient*, the mean over all possible samples, plus an error that shrinks in larger batches. On average the squared length of a batch's gradient is **signal + noise / batch**. Here *signal* is the squared length of the true gradient, and *noise* is the variance of one sample's gradient, summed over all its numbers. Measuring two batch sizes gives two equations for these two unknowns. Their ratio, noise / signal, is the *simple noise scale* of [McCandlish et al.](https://arxiv.org/abs/1812.06162): the batch size at which *noise / batch* equals the signal. Far below the noise scale, one step with twice the batch is worth nearly two steps. Far above it, twice the batch brings nearly nothing.
+# The gradient of a batch is the *true gradient*, the mean over all possible samples, plus an error that shrinks in larger batches. On average the squared length of a batch's gradient is **signal + noise / batch**. Here *signal* is the squared length of the true gradient, and *noise* is the variance of one sample's gradient, summed over all its numbers. Measuring two batch sizes gives two equations for these two unknowns. Their ratio, noise / signal, is the *simple noise scale* of [McCandlish et al.](https://arxiv.org/abs/1812.06162): the batch size at which *noise / batch* equals the signal. Far below the noise scale, the noise is the larger part by far, and twice the batch halves it: one step is worth nearly two. Far above it, the signal is the larger part, and twice the batch brings nearly nothing.
 
 
 # %%
@@ -589,7 +590,7 @@ for ax, title, squared in zip(axes, ("At the start", "After 24 steps of 32"), le
 print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".format(*scales))
 
 # %% [markdown]
-# The line is computed from the first and the last point, and comes close to the five points between them. The printed noise scale changes as the model learns. That is one reason why no batch size is right for a whole training.
+# The line is computed from the first and the last point, and comes close to the five points between them. The printed noise scale changes as the model learns. So no batch size is right for a whole training.
 #
 # Now we train with batches of 8, 32 and 128 samples. The model has to classify sequences. In class 1 each token is replaced by a *marker* with a probability of 10 %; in class 0 no token is. A few sequences of class 1 have no marker, so even the best rule, *class 1 if there is a marker*, is not always right. Each size gets three learning rates. Batches 32 and 128 get
 #
@@ -597,7 +598,7 @@ print("simple noise scale: {:.0f} samples at the start, {:.0f} after 24 steps".f
 # - this rate times the square root of (batch size / 8),
 # - this rate times (batch size / 8).
 #
-# Batch 8 gets the same rates as batch 32, to be fair. All sizes train on 2048 samples, with three random seeds each. The loss is measured on unseen sequences. The best rule also gives a probability for each class: with a marker class 1 is certain, without one it is unlikely. The table's last column, *above the best rule*, is the distance (KL divergence) of the model's probabilities from these. A perfect model has 0 in this column, but its loss is above 0.
+# Batch 8 gets those of batch 32, so it has three, too. All sizes train on 2048 samples, with three random seeds each. The loss is measured on unseen sequences. The best rule also gives a probability for each class: with a marker class 1 is certain, without one it is unlikely. The table's last column, *above the best rule*, is the distance (KL divergence) of the model's probabilities from these. A perfect model has 0 in this column, but its loss is above 0.
 
 
 # %%
@@ -666,7 +667,7 @@ for size in factors:
         last = [loss(size, factor, step) for step in (512 // size, 16, 2048 // size)]
         rows.append([size, f"{factor * base_rate:g}", rule, *last, gap(size, factor)])
 header = ["batch", "rate", "scaled", "512 samples", "16 steps", "2048 samples", "above the best rule"]
-plots.Table(header, rows, "unseen loss, median of three seeds")
+plots.Table(header, rows, "unseen loss after so many samples or steps, median of three seeds")
 
 
 # %%
@@ -716,13 +717,13 @@ rows = [[size, n, n and n * size, n and n * step_of[size]] for size, n in needed
 plots.Table(["batch", "steps", "samples", "seconds"], rows, f"to a loss of {target}, at the best rate (interpolated)")
 
 # %% [markdown]
-# Each column has its own winner:
+# Each column of the last table has its own winner:
 #
 # - **By samples** it is the small batch: it makes the most updates with the same data.
 # - **By steps** it is the large batch: each update is better informed.
 # - **By seconds** it depends on the cost of a step of each size on this machine, the subject of part 1.
 #
-# The picture on the right shows your choice: many small steps (its upper left) or few large steps (its lower right). No batch size needs both the fewest steps and the fewest samples.
+# The picture on the right shows your choice: many small steps (its upper left) or few large steps (its lower right).
 #
 # Look again at the table *unseen loss*. With the small batch's rate, a large batch loses its advantage by steps. With a rate scaled in proportion, it may not learn at all. For Adam, theory suggests [the square root](https://arxiv.org/abs/2205.10287).
 #
@@ -758,7 +759,7 @@ claims.check(
 #
 # ## Exercise 2: the challenge
 #
-# Reach the printed target, a loss, in a given time and under a memory limit. You choose the batch size and the learning rate. Your training may take as much memory as batch 128. The time budget is what 24 steps of batch 32 take here. Your training gets as many steps of your batch size as fit into the budget. The target is between the loss of guessing (0.69, which is ln 2) and the loss of batch 32 at its best rate after 16 steps.
+# Choose a batch size and a learning rate that reach a loss, the *target*, in a given time and under a memory limit. The next cell prints the target and the time budget, which is what 24 steps of batch 32 take here. Your training gets as many steps of your batch size as fit into the budget (`step_of` has the seconds per step). It may take as much memory as batch 128. The target is between the loss of guessing (0.69, which is ln 2) and the loss of batch 32 at its best rate after 16 steps.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -813,7 +814,7 @@ exercises.prove(
 # %% [markdown]
 # ## Recap
 #
-# - **Speed:** a larger batch was faster until the later of two knees. In a whole step, more samples also share the update and each call: rarer updates made up 0.32 of the seconds that the largest batch saved per sample (the machine of part 1).
+# - **Speed:** a larger batch was faster until the later of two knees. Rarer updates made up 0.32 of the seconds that the largest batch saved per sample (the machine of part 1).
 # - **Memory:** the largest batch that fits was found by a search that crashes, and by a line that does not.
 # - **Learning:** after 16 steps the loss with batch 128 was 0.09 times that with batch 8; after the same 512 samples it was 11.8 times. By seconds the winner depends on your machine, and a large batch needs a scaled learning rate.
 
