@@ -1,18 +1,18 @@
 # %% [markdown]
 # # Are two devices twice as fast?
 #
-# You rent a second GPU and start your training on both. How much sooner is it done? In this lesson you start two real processes, build DDP (torch's `DistributedDataParallel`) by hand, count every byte that the processes send, and time them.
+# You rent a second GPU and start your training on both. How much sooner is it done?
 #
 # **You will see**
-# - two processes that train one model and stay equal to the last bit, first by hand, then with torch's DDP
+# - two processes that train one model and stay equal to the last bit, first by hand, then with torch's DDP (`DistributedDataParallel`)
 # - how many bytes they send in each step, and how much time a slow link adds
-# - in part two, after a break: who starts the processes, what happens when one dies, and which single-GPU methods help two processes, too
+# - in part two: who starts the processes, what happens when one dies, and which single-GPU methods help two processes, too
 #
 # **Time:** plan 60 minutes in two parts. The cells run for 2 to 7 minutes on two CPU cores.
 #
 # **Before you start:** lessons 03 (intervals) and 05 (the gradient of a batch in parts).
 #
-# **What a CPU cannot show:** NVLink (a fast link between NVIDIA's GPUs), the traffic of NCCL (NVIDIA's library for messages between GPUs) and `nn.DataParallel`, torch's older method, on real devices: seven checks need two GPUs, and one needs a GPU. The slow links are real, but need Linux and root.
+# **What a CPU cannot show:** NVLink (a fast link between NVIDIA's GPUs), the traffic of NCCL (NVIDIA's library for messages between GPUs) and `nn.DataParallel`, torch's older method, on real devices: seven checks need two GPUs, and one needs a GPU. The slow links need Linux and root.
 
 # %% tags=["parameters"]
 profile = "auto"
@@ -86,12 +86,12 @@ exercises.question(
 # %% [markdown]
 # ### By hand
 #
-# One training function serves this section and the next.
+# `train` serves this section and the next.
 #
-# - `wrap(model)` decides how the ranks cooperate. It returns what to call instead of the model, and what to do after backward.
-# - `Traffic` records every **collective operation**, that is, every message in which all ranks take part. `Traffic` is a *dispatch mode*: while its `with` block is open, torch passes each operation to `__torch_dispatch__` before it runs.
+# - `wrap(model)` decides how the ranks cooperate. It returns the model to call, perhaps wrapped, and a function to call after backward.
+# - `Traffic` records every **collective operation**, a message in which all ranks take part. It is a *dispatch mode*: while its `with` block is open, torch passes each operation to `__torch_dispatch__` before it runs.
 #
-# By hand, cooperation is two loops. At the start rank 0 sends its weights to all ranks (`broadcast`). After each backward the gradients are summed over the ranks (`all_reduce`) and divided.
+# At the start rank 0 sends its weights to all ranks (`broadcast`). After each backward the gradients are summed over the ranks (`all_reduce`) and divided.
 
 
 # %%
@@ -170,7 +170,7 @@ torch.testing.assert_close(two.value["some weights"], one.value["some weights"],
 print(f"largest difference between the ranks after {len(two.value['traffic'])} steps: {two.value['apart']}")
 
 # %% [markdown]
-# Two processes with half of each batch made the same steps as one process with the whole batch, as `assert_close` checks. The ranks agree to the last bit, because both receive the *same sum*.
+# Two processes with half of each batch made, up to rounding, the same steps as one process with the whole batch, as `assert_close` checks. The ranks agree to the last bit, because both receive the *same sum*.
 #
 # ### While backward still runs
 #
@@ -231,15 +231,15 @@ ddp = runs["DDP"].value
 widgets.revealed(lab, "sent", sum(size for kind, size in ddp["traffic"][-1] if kind == "allreduce") / 1e6)
 
 # %% [markdown]
-# Read the last column. At the start the weights are sent once. Then each step sends the gradients: 4 bytes per parameter, however they are packed. DDP sends slightly more (column *bytes*). Before each forward pass rank 0 broadcasts the model's *buffers* (tensors of the model that are not trained), unless you pass `broadcast_buffers=False`. At the start the ranks also check that they have the same model.
+# The weights are sent once, at the start. Then each step sends the gradients: 4 bytes per parameter (last column: 1), however they are packed. DDP sends slightly more (column *bytes*). Before each forward pass rank 0 broadcasts the model's *buffers* (tensors of the model that are not trained), unless you pass `broadcast_buffers=False`. At the start the ranks also check that they have the same model.
 #
 # ### When does DDP send, and when does a rank wait?
 #
-# DDP calls a *communication hook* with each full bucket. Our hook notes whether a gradient is still missing then; the next table has the percentage of bytes sent so early.
+# A *communication hook* sends each full bucket in DDP's place. Ours also notes whether a gradient is still missing then; the next table has the percentage of bytes sent so early. In its last row one bucket has all gradients.
 #
 # Buckets take memory. DDP **copies** each gradient into its bucket, unless `gradient_as_bucket_view=True` makes the gradient a view of the bucket. (`TrainingArguments` cannot set this argument, accelerate's `DistributedDataParallelKwargs` can.) The copies take 4 bytes per parameter more: 20 instead of 16 with AdamW. (The next table has 12 instead of 8, because plain SGD has no states.) Since torch 2.15 `lazy_bucket_allocation=True` frees the buckets after backward.
 #
-# The picture after the table shows at what time each bucket is sent. If this machine allows it, the ranks communicate over a real slow link: each rank is in a *network namespace*, which acts as a separate host, and a virtual cable of 400 Mbit/s connects the two.
+# The picture after the table shows when the buckets of our class `Buckets` are sent. If this machine allows it, the ranks communicate over a slow link that Linux simulates: each rank is in a *network namespace*, which acts as a separate host, and a virtual cable of 400 Mbit/s connects the two.
 
 
 # %%
@@ -330,7 +330,7 @@ _ = both[1].set_xlabel(
 )
 
 # %% [markdown]
-# An orange bar begins when its bucket is handed over and ends when its sum is there. One big bucket leaves after the last gradient. Most small buckets leave during backward. After backward the ranks wait only for the buckets that are still on their way.
+# An orange bar begins when its bucket is handed over and ends when its sum is there. One big bucket leaves after the last gradient, most small ones leave during backward. After backward the ranks wait only for the buckets still on their way.
 #
 # ### Baseline
 #
@@ -340,7 +340,7 @@ _ = both[1].set_xlabel(
 #
 # ### Change one thing
 #
-# Then two processes train, with 1 or 8 samples each. In the printed percentage, 100 % is twice the throughput of one process. The explorer below the picture calculates the throughput of up to 16 ranks, from the time of one process, a step's bytes and a link's speed.
+# Then two processes train, with 1 or 8 samples each. In the printed percentage, 100 % is twice the throughput of one process. The explorer calculates the throughput of up to 16 ranks from the time of one process, a step's bytes and a link's speed.
 
 
 # %%
@@ -392,7 +392,8 @@ def scaling(samples, megabits):
     alone = first[samples].step_seconds
     # An all-reduce sends 2 (n - 1) / n times the gradients' bytes (the end of the next section says why).
     sending = [2 * (n - 1) / n * 4 * timed.parameters() * 8 / megabits / 1e6 for n in ranks]
-    visible = [max(0, time - 0.6 * alone) for time in sending]  # what backward, some 60 % of a step, cannot hide
+    # We assume that backward takes 60 % of a step. It can hide that much of the sending.
+    visible = [max(0, time - 0.6 * alone) for time in sending]  # what backward cannot hide
     series = {"ideal": ranks}
     for name, times in {"backward hides what it can": visible, "nothing is hidden": sending}.items():
         series[name] = [n * alone / (alone + time) for n, time in zip(ranks, times)]
@@ -403,16 +404,16 @@ def scaling(samples, megabits):
 _ = widgets.explore(scaling, megabits=[1000, 100, 200, 10000, 100000], samples=[8, 1])
 
 # %% [markdown]
-# The batch changes the work of a step, not the bytes that it sends. So the second process helps more if **the work of a step takes long compared with the sending of its gradients**. On a CPU the ranks also share the path to memory, which slows both down. Compare the printed intervals, not the single values: if they overlap, the difference may be noise.
+# The batch changes the work of a step, not the bytes that it sends. So the second process helps more if **the work of a step takes long compared with the sending of its gradients**. On a CPU the ranks also share the path to memory, which slows both down. If the printed intervals overlap, the difference may be noise.
 #
 # ### The link
 #
-# On two TITAN RTX the 2022 guide measured 131 s without NVLink and 101 s with it. The guide adds a rule: the more there is to synchronize, the more a slow link costs. DDP synchronizes once per step, so it pays little. ZeRO-DP, which divides the weights over the ranks (lesson 16), synchronizes often, so it pays much.
+# On two TITAN RTX the 2022 guide measured 131 s for 200 steps without NVLink and 101 s (precisely 101.9 s) with it. The guide adds a rule: the more there is to synchronize, the more a slow link costs. DDP synchronizes once per step and pays little. ZeRO-DP, which divides the weights over the ranks (lesson 16), synchronizes often and pays much.
 #
 # A link can be slow in two ways. It carries few **bytes per second**, or each message takes long to **arrive**. Two ranks on two *hosts* (network namespaces) try both. Each recipe below runs first over a *fast* cable, without limit or delay, then over a worse one. The column *s added* says by how many seconds a step is then longer.
 #
-# - *Few bytes per second*: a large and a small model. The cable is so slow that sending the large model's gradients takes twice as long as a step of this model over the fast cable.
-# - *Late messages*: a tiny model, over a cable that does not limit the bytes per second, but delivers everything 10 ms later. Three methods train it: DDP; DDP that sends everything twice, in no more messages; and *sharding* of the weights over the ranks, as in ZeRO. Sharding sends more messages and more bytes than DDP. Sending everything twice takes even more bytes. If sharding still waits longer, the messages are the reason.
+# - *Few bytes per second*: a large model and one with about half of its parameters. The cable is so slow that sending the large model's gradients takes twice as long as a step of this model over the fast cable.
+# - *Late messages*: a tiny model, over a cable that does not limit the bytes per second, but delivers everything 10 ms later. Three methods train it: DDP; DDP that sends everything twice, in no more messages; and *sharding* of the weights over the ranks, as in ZeRO, by torch's FSDP2. Sharding sends more messages and bytes than DDP; sending everything twice takes even more bytes. If sharding still waits longer, the messages are the reason.
 
 
 # %%
@@ -496,13 +497,13 @@ print(f"an RTX 3090's NVLink: 4 links of 14.0625 GB/s are {4 * 14.0625} GB/s eac
 # %% [markdown]
 # With few bytes per second, the larger model waits longer (*s added*), because its bytes take longer and backward hides only part of that. With late messages, the seconds depend on how many messages a step **waits for, one after the other** (*s added / delay* is about this number), and hardly on the bytes. DDP's sum takes several messages. Sharded layers wait for their weights twice, in forward and in backward, and then for the sums of their gradients.
 #
-# Under DDP, *MB on the wire* is close to the bytes that a rank hands over. To sum a vector, each of two ranks sends half of its vector to the other, adds the half that it receives to the half that it kept, and sends this sum back. So it sends two halves: the bytes of one vector. With $n$ ranks, each rank sends $2(n-1)/n$ vectors, always fewer than two.
+# Under DDP, *MB on the wire* is close to the bytes that a rank hands over. To sum a vector, each of two ranks sends half of its vector to the other, adds the half that it receives to the half that it kept, and sends this sum back. So it sends two halves: the bytes of one vector. With $n$ ranks, each rank sends $2(n-1)/n$ vectors.
 #
-# The last two printed lines repeat the guide's calculations: its two times in percent, steps per second (200 in 101.9 s), and the GB/s of an RTX 3090's NVLink. The guide's links between hosts, InfiniBand and Omni-Path, can be measured only where they exist.
+# The last two printed lines repeat the guide's calculations: its two times in percent, steps per second, and the GB/s of an RTX 3090's NVLink. The guide's links between hosts, InfiniBand and Omni-Path, are not measured.
 #
 # ### Send less
 #
-# With accumulation only the last micro-batch needs the sum, and `no_sync` keeps DDP from sending for the others. A communication hook may send bf16. (torch's own hook, `bf16_compress_hook`, needs NCCL.) `economical` trains on generated data with a learnable rule, so that losses can be compared, and counts the bytes.
+# With accumulation each rank first adds up its own gradients. Only the last micro-batch needs the sum over the ranks, and `no_sync` keeps DDP from sending for the others. A communication hook may send bf16. (torch's own hook, `bf16_compress_hook`, needs NCCL.) `economical` trains on generated data with a learnable rule, so that losses can be compared, and counts the bytes.
 
 
 # %%
@@ -552,7 +553,7 @@ for epoch in (0, 1):
 #
 # ### What DP does instead
 #
-# `nn.DataParallel` (DP) is older. One process drives all devices. The first device has the model and the optimizer; the others get their weights and their samples from it. The next cell runs a step of DP on two simulated devices, and counts the bytes that would cross between them: for the classifier, and for gpt2 with the guide's sizes (shapes only, on torch's `meta` device).
+# In the older `nn.DataParallel` (DP) one process drives all devices. The first device has the model and the optimizer; the others get their weights and their samples from it. The next cell runs a step of DP on two simulated devices, and counts the bytes that would cross between them: for the classifier, and for gpt2 with the guide's 4 x 1024 tokens per device (shapes only, on torch's `meta` device).
 
 
 # %%
@@ -583,11 +584,11 @@ rows += [["DDP: gradients, there and back", *(2 * counts["gradients"] / 1e6 for 
 plots.Table(["crosses between the devices in each step", "MB, classifier", "MB, gpt2"], rows)
 
 # %% [markdown]
-# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients and runs the only optimizer. For gpt2 the outputs are the largest kind: they have a number for each word of the vocabulary. (The row *losses*, named as in the guide, is the gradient of the outputs.) The totals count the bytes that both devices send. For the classifier they are equal, because its outputs are tiny. Under DP one device sends the weights and the other the gradients. Under DDP each sends half of its gradients and half of the sums. The threads of DP's one process share Python's lock, the GIL, which only one thread holds at a time, and they cannot leave their machine.
+# DP moves five kinds of data instead of one. Besides the gradients it moves the weights, *in every step*. All of it goes through device 0, which also adds up the gradients. For gpt2 the outputs are the largest kind: a number for each word of the vocabulary. (The row *losses*, named as in the guide, is the gradient of the outputs.) The totals count the bytes that both devices send. For the classifier they are equal, because its outputs are tiny. Under DP one device sends the weights and the other the gradients. Under DDP each sends half of its gradients and half of the sums. The threads of DP's one process share Python's lock, the GIL, which only one thread holds at a time, and they cannot leave their machine.
 #
 # ### What held
 #
-# > **Without two GPUs:** run the next three cells, but do not read them: they measure nothing. With two GPUs, the first cell counts a step of DP. The second reads from `nvidia-smi topo -m` what connects each pair of GPUs, and prints two examples, the two machines of the 2022 guide: in one the GPUs have NVLinks (`NV2`), in the other, a consumer's PC, they are connected through the CPU (`PHB`). (An NVLink joins two RTX 3090, never three.) If your GPUs have an NVLink, the third cell times it.
+# > **Without two GPUs:** run the next three cells without reading them: they measure nothing. With two GPUs, the first cell counts a step of DP. The second reads from `nvidia-smi topo -m` what connects each pair of GPUs, and prints two examples, the two machines of the 2022 guide: in one the GPUs have NVLinks (`NV2`), in the other, a consumer's PC, they are connected through the CPU (`PHB`). (An NVLink joins two RTX 3090, never three.) If your GPUs have an NVLink, the third cell times it.
 
 
 # %%
@@ -706,7 +707,7 @@ claims.check("topology-legend", explains, missing=no_topology)
 # %% [markdown]
 # ### Exercise, a challenge: half the bytes, the same loss
 #
-# Find arguments of `economical`, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, with which it sends at most half the bytes that it sends without them, for 40 micro-batches. The check first trains three seeds without your arguments; their losses are the *band*. Your mean loss over these seeds must not be above the band's highest loss.
+# `economical` trains on 40 micro-batches. Find arguments for it, e.g. `{"accumulate": 2, "learning_rate": 1e-3}`, that at least halve the bytes sent. The check first trains three seeds without your arguments; their losses are the *band*. Your mean loss over these seeds must not exceed the band's highest.
 
 # %% jupyter={"source_hidden": true}
 exercises.hint(
@@ -762,7 +763,7 @@ exercises.prove(check_bytes, solution={"bf16": True}, mistake={"accumulate": 2})
 #
 # ### From a shell
 #
-# `torchrun` starts a script once for each rank. It puts `RANK`, `WORLD_SIZE` and the address at which the ranks find each other into environment variables. `accelerate launch` calls torchrun. The next cells run both, beside the lab's own ranks. On two hosts, start the same command on each. `--nnodes` is the number of hosts, `--nproc-per-node` that of ranks on each. *rdzv* is *rendezvous*: `c10d` is torch's own, `--rdzv-endpoint` is the address of one host, `--rdzv-id` any name:
+# `torchrun` starts a script once for each rank. It puts `RANK`, `WORLD_SIZE` and the address at which the ranks find each other into environment variables. `accelerate launch` calls torchrun. So far the lab started the ranks; the next cells compare all three. On two hosts, start the same command on each. `--nnodes` is the number of hosts, `--nproc-per-node` that of ranks on each. *rdzv* is *rendezvous*, how the ranks find each other: the backend `c10d` is torch's own, `--rdzv-endpoint` is the address of one host, `--rdzv-id` any name:
 #
 # ```
 # torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id lesson --rdzv-endpoint 10.0.0.1:29500 script.py
@@ -823,7 +824,7 @@ with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
 #
 # ### What goes wrong
 #
-# The next cells start two ranks several times. Each time, before an all-reduce, rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce. In *another size* it has more numbers. In the last two rows it has integers instead of floats; in *torch compares first* torch compares the ranks' calls before it sends.
+# The next cells start two ranks several times. Before an all-reduce, rank 1 ends, hangs, or disagrees with rank 0. In the row *one sum fewer* it skips the all-reduce. In *another size* it has more numbers. In the last two rows it has integers instead of floats; in *torch compares first* torch compares the ranks' calls before it sends.
 
 
 # %%
@@ -874,9 +875,9 @@ print("with find_unused_parameters=True:", remedy.status)
 
 # %% [markdown]
 # - **Rank 1 ends**: the launcher (here the lab) names the rank and ends the others. If a whole host is gone, the others wait for the timeout: half an hour with gloo, ten minutes with NCCL.
-# - **Rank 1 hangs**: here the lab's own time limit ends the run, and the message says which line of code each rank was at.
-# - **Rank 1 disagrees**: gloo aborts rank 0 if the sizes differ, but does not notice another dtype of the same size: both ranks go on with wrong numbers, which the row shows instead of a message (each should be 2). With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, which takes more messages.
-# - **Unused parameters**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step; it is better to freeze them. To find them, train one step on one process: they are the parameters whose `grad` is still `None`.
+# - **Rank 1 hangs**: here the lab's time limit ends the run, and the message names each rank's line of code.
+# - **Rank 1 disagrees**: gloo aborts rank 0 if the sizes differ (it sends pieces, here of 4 and 8 bytes), but does not notice another dtype of the same size. Both ranks go on with wrong numbers, which the row shows instead of a message (each should be 2). Each rank reads the other's bytes in its own dtype (a float 1 has the bits of the integer 1065353216). With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, which takes more messages.
+# - **Unused parameters**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step; it is better to freeze them (`requires_grad=False`). You find them by their `grad`, which is still `None` after one step on one process.
 #
 # ### What carries over
 #
