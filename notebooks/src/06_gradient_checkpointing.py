@@ -605,8 +605,7 @@ exercises.prove(check, solution=4, mistake=8)
 exercises.hint(
     "It is not only how many. Where is the peak: at which moment of backward is most in memory?",
     "Backward begins with the last layer. If that one is recomputed, which insides are waiting at that moment?",
-    "A layer's inside may come back without a higher peak when those of the layers after it are gone: "
-    "checkpoint the early ones.",
+    "A layer's inside may come back once those of the layers after it are gone: checkpoint the early ones.",
 )
 
 # %% tags=["exercise"]

@@ -876,7 +876,7 @@ print("with find_unused_parameters=True:", remedy.status)
 # %% [markdown]
 # - **Rank 1 ends**: the launcher (here the lab) names the rank and ends the others. If a whole host is gone, the others wait for the timeout: half an hour with gloo, ten minutes with NCCL.
 # - **Rank 1 hangs**: here the lab's time limit ends the run, and the message names each rank's line of code.
-# - **Rank 1 disagrees**: gloo aborts rank 0 if the sizes differ (it sends pieces, here of 4 and 8 bytes), but does not notice another dtype of the same size. Both ranks go on with wrong numbers, which the row shows instead of a message (each should be 2). Each rank reads the other's bytes in its own dtype (a float 1 has the bits of the integer 1065353216). With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, which takes more messages.
+# - **Rank 1 disagrees**: gloo aborts rank 0 if the sizes differ, but does not notice another dtype of the same size. Both ranks go on with wrong numbers, which the row shows instead of a message (each should be 2). Each rank reads the other's bytes in its own dtype (a float 1 has the bits of the integer 1065353216). With `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch compares before each collective, which takes more messages.
 # - **Unused parameters**: DDP notices in the *second* step that a bucket never became full. `find_unused_parameters=True` looks for such parameters in each step; it is better to freeze them (`requires_grad=False`). You find them by their `grad`, which is still `None` after one step on one process.
 #
 # ### What carries over
