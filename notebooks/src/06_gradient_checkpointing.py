@@ -328,9 +328,8 @@ for module in model.modules():
     module.register_forward_hook(count_flops)  # calls count_flops(module, inputs, output)
 with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(count_bytes, lambda x: x):
     model(**bert.batch(4))
-# The bytes of a layer's input: batch 4 x 256 tokens x width 256 x 4 bytes.
 rows = [[part, f"{size / saved.total():.0%}", f"{flops[part] / flops.total():.0%}"] for part, size in saved.items()]
-print(f"each of the 4 layers saves about {in_layers[True] / 4 / (4 * 256 * 256 * 4):.0f} times its input")
+print(f"each of the 4 layers saves about {in_layers[True] / 4 / (4 * 256 * 256 * 4):.0f} times its input")  # in bytes
 plots.Table(["part", "of the saved bytes", "of the matmuls' FLOPs"], sorted(rows, key=lambda row: -saved[row[0]])[:5])
 
 # %% [markdown]
