@@ -497,11 +497,11 @@ plots.Table(["way", "largest difference / largest gradient"], rows)
 #
 # ### The bubble
 #
-# A stage can begin only after the stage before it has sent something. While it waits its device is idle: this is the **bubble**. With one micro-batch, one of two stages is always idle.
+# A stage can begin only after the stage before it has sent something. Until then its device is idle: the **bubble**. With one micro-batch, one of two stages is always idle.
 #
-# To watch this, each rank records when it computes, on blocks that are twice as wide, and rank 0 also runs the whole model alone. First come a drawing tool, and a simulator of schedules in which messages take no time. In a step, each of *p* stages computes *m* micro-batches, and waits for the other stages as long as *p* - 1 micro-batches take. The simulator's cell checks the idle share of the time:
+# Each rank records when it computes, on blocks twice as wide, and rank 0 also runs the whole model alone. First come a drawing tool and a simulator of schedules in which messages take no time. In a step, each of *p* stages computes *m* micro-batches, and waits for the other stages as long as *p* - 1 micro-batches take. The simulator's cell checks the idle share of the time:
 #
-# - GPipe and 1F1B: (p-1)/(m+p-1).
+# - GPipe and 1F1B: (p-1)/(m+p-1). (Papers also write (p-1)/m: idle over *busy* time.)
 # - interleaved, with two pieces per rank: (p-1)/(2m+p-1), because the wait is half as long.
 
 
