@@ -5,6 +5,8 @@ import json
 import pytest
 from scripts import RESULTS, script
 
+from trainmem.rehearsal import CARDS
+
 
 @pytest.fixture(scope="module")
 def programs():
@@ -35,3 +37,7 @@ def test_a_row_that_differs_says_why_and_no_other_does(programs, record):
     }
     assert far == {name for name in programs.cases(None) if programs.because(name)}
     assert len(record["rows"]) - len(far) > len(record["rows"]) / 2
+
+
+def test_the_cards_are_known(programs):
+    assert {table["card"] for table, _ in programs.cases(None).values()} <= {*CARDS}

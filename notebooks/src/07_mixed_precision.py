@@ -278,11 +278,11 @@ try_scaler(2.0**42, "Small gradients (loss weight 1e-5)", weight=1e-5)
 try_scaler(2.0**16, "One bad step, the 26th", bad_step=25)
 
 # %% [markdown]
-# **Small gradients** (first picture): without scaling fp16 learns nothing, because all its gradients are 0. (The cross marks its last finite loss, here that of the last step.) With scaling the loss follows that of fp32, some steps later. The scale starts too high on purpose: steps are skipped until it fits. Then it grows until a gradient overflows, and is halved.
+# **Small gradients** (first picture): without scaling fp16 learns nothing, because all its gradients are 0. (The cross marks its last finite loss.) With scaling the loss follows that of fp32, some steps later. The scale starts too high on purpose: steps are skipped until it fits. Then it grows until a gradient overflows, and is halved.
 #
-# **One bad step** (second picture): without a scaler one `inf` makes every weight `nan`, and after the cross nothing brings the training back. The scaler discards that step, halves its scale, and doubles it again five good steps later. fp32 and bf16 can hold such a gradient, and clipping makes it harmless.
+# **One bad step** (second picture): without a scaler one `inf` makes every weight `nan`. The scaler discards that step, halves its scale, and doubles it again five good steps later. fp32 and bf16 can hold such a gradient, and clipping makes it harmless.
 #
-# The losses and scales equal those of `torch.amp.GradScaler`.
+# The losses and scales equal those of `torch.amp.GradScaler`, which the Trainer's `fp16=True` uses. No scaler helps if an activation overflows: use bf16.
 #
 # ### By hand: what autocast casts
 #

@@ -334,7 +334,7 @@ _ = both[1].set_xlabel(
 #
 # ### Baseline
 #
-# First one process trains, with 1 or 8 samples per step.
+# First one process trains on all cores, with 1 or 8 samples per step.
 #
 # > **On two GPUs:** this section and the next train the lab's task; two processes use NCCL.
 #

@@ -541,7 +541,7 @@ print(no_deepspeed) if no_deepspeed else display(plots.Table(titles, rows))
 # - DeepSpeed's optimizer keeps an fp32 copy of its shard of the weights, even if the weights are fp32: 4/N bytes more per parameter. In stage 3 on two ranks, this copy is only in *total*.
 # - In stage 3, small weights stay whole.
 # - A *bucket*, a buffer for messages, has 500,000 numbers here; the default `reduce_bucket_size`, 5 x 10^8 numbers, takes 2 GB in fp32. Only *total* has buffers.
-# - In stage 2, *gradients* also has the whole gradient of the word embedding, which does not fit into a bucket. (The estimate's table has this gradient twice.) In stage 3 the gradient shard is a buffer, so *gradients* has only the word embedding's gradient.
+# - In stage 2, *gradients* also has the word embedding's whole gradient, too large for a bucket. (The estimate's table has it twice. On two ranks 0.2 more is unexplained.) In stage 3 the gradient shard is a buffer, so *gradients* has only the embedding's.
 # - The row *on the host* saves nothing here: a CPU rank's memory is the host's. Its *gradients* has the host's copy of the gradient shard, 4/N bytes.
 #
 # ### What held: bytes
