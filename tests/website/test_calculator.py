@@ -2,7 +2,7 @@
 
 The tables of a small model are made here, like those of the site. The site's own tables are tested nightly:
 
-CHOICES=1000 python -m pytest -m nightly -s tests/website/test_calculator.py    1000 choices instead of 300
+CHOICES=1000 python -m pytest -m nightly -s tests/website/test_calculator.py    1000 choices instead of 40
 """
 
 import gzip
@@ -162,7 +162,7 @@ def test_the_page_says_what_the_estimate_does_to_the_byte(site, page):
     assert "yes" in answers
 
 
-COUNT = int(os.environ.get("CHOICES", 300))
+COUNT = int(os.environ.get("CHOICES", 40))
 
 
 def published_choices(count):

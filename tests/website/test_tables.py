@@ -1,9 +1,11 @@
 """The published tables compared with the estimate: allocated bytes in each category, and reserved bytes, are equal."""
 
 import json
+import os
 import random
 import shutil
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -80,9 +82,16 @@ def test_a_published_table_of_each_kind_of_model_says_what_the_estimate_does(kin
     compare(model, chance.choice([key for name, key in PRESENT if name == model]), chance)
 
 
+def tonight():
+    """Return 20 of the tables, others each day, because all of them take hours; all, if $TABLES is "all"."""
+    if os.environ.get("TABLES") == "all":
+        return PRESENT
+    return sorted(random.Random(date.today().toordinal()).sample(PRESENT, min(20, len(PRESENT))))
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(("model", "key"), PRESENT)
-def test_every_published_table_says_what_the_estimate_does(model, key):
+@pytest.mark.parametrize(("model", "key"), tonight())
+def test_a_published_table_says_what_the_estimate_does(model, key):
     chance = random.Random(f"{model} {key}")
     for _ in range(3):
         compare(model, key, chance)
