@@ -379,7 +379,8 @@ class Calculator {
     const samples = 4 * Number(choice.batch) * Number(choice.accumulation);
     if (samples > 512) words.push(`--dataset-size ${samples}`);
     if (choice.segments === "expandable") words.push("--allocator-settings expandable_segments:True");
-    words.push(`--torch ${this.versions(choice).torch.split(".", 2).join(".")}`);
+    const made = choice.model in this.index.models && this.versions(choice); // a pasted config.json has no table
+    if (made) words.push(`--torch ${made.torch.split(".", 2).join(".")}`);
     for (const [name, value] of Object.entries(this.arguments(choice))) {
       const text = typeof value === "object" ? `'${JSON.stringify(value)}'` : value;
       words.push(value === true ? `--${name}` : `--${name} ${text}`);
