@@ -116,7 +116,8 @@ def page() -> str:
         f"Rehearsed {record['date'][:10]}, {versions(record)}. Of the {len(errors)} rows without a reason the median"
     )
     about += f" difference is {spread(errors)['median']:.1%} and the largest {errors[-1]:.1%}."
-    return "\n\n".join([about, *parts])
+    notes = "\n".join(f"- *{key.replace('_', ' ')}*: {reason}" for key, reason in reasons.items())
+    return "\n\n".join([f"{about} The reasons:", notes, *parts])
 
 
 PROGRAMS = Measurement(
