@@ -30,7 +30,7 @@ BUDGETS = (
     ("  sweep", ["perf_helpers/sweep/*.py"], 512, 3),
     ("  widgets", ["perf_helpers/widgets/*.py"], 1_010, 11),
     ("benchmarks", ["benchmarks/*.py"], 5_945, 46),
-    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_240, 25),
+    ("website", [f"website/{kind}" for kind in ("*.py", "*.md", "*/*.j2", "_static/*.js", "_static/*.css")], 3_245, 25),
     ("README.md", ["README.md"], 200, 1),
     ("CONTRIBUTING.md", ["CONTRIBUTING.md"], 455, 1),
 )

@@ -17,6 +17,7 @@ def install(answers: Counter[str]) -> None:
     `answers`: counts what a rehearsal assumed; each replaced call is added to it.
     """
     from torch._C import DispatchKey
+
     ops = importlib.import_module("torch._higher_order_ops.flex_attention")  # the package has the operator by this name
 
     key = DispatchKey.CompositeExplicitAutograd
@@ -53,8 +54,9 @@ def install(answers: Counter[str]) -> None:
 
 
 def _is_compiled() -> bool:
-    """Return whether a function that torch.compile returned is running, apart from the one that flex attention makes for
-    itself when it is called uncompiled.
+    """Return whether a function that a program compiled is running.
+
+    Called uncompiled, flex attention compiles a function of its own, which does not count.
     """
     frame, count = sys._getframe(1), 0
     while frame is not None:
