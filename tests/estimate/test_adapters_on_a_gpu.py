@@ -1,12 +1,19 @@
 """The estimate models the differences between a GPU and a CPU in peft and bitsandbytes."""
 
+import contextlib
+
 import pytest
 import torch
 from packaging.version import Version
 
 from trainmem.core import optional_packages
+from trainmem.core.arguments import Arguments
 from trainmem.core.task import Task
-from trainmem.estimate import estimate
+from trainmem.core.training import Experiment
+from trainmem.estimate import estimate, peak_memory
+from trainmem.estimate.api import target
+from trainmem.estimate.operator_workspaces import Probe
+from trainmem.measure import processes
 
 SIZES = {
     "dtype": "float32",
@@ -67,3 +74,18 @@ def test_what_adapters_make_on_the_host_is_copied_in_each_step(kind):
     on = {"device": "cuda", "compute_capability": (8, 0), "torch_version": "2.15"}
     memory = estimate(TASK.replace(dataset_size=64), per_device_train_batch_size=2, **on, **given).memory
     assert (memory.peak_bytes, *memory.phases.values()) == (peak, *phases)
+
+
+def trace_twice(tell):
+    """Trace QLoRA twice in one process; return the number of blocks of each trace. `tell`: see `peak_memory`."""
+    four_bits = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    given = {"quantization_config": four_bits, "dtype": "bfloat16", "peft": {"r": 4} | EVERY}
+    training = Experiment("qlora", TASK, Arguments(given))
+    with contextlib.closing(Probe()) as probe:
+        traced = peak_memory.trace_all([training, training], target("cuda", (9, 0)), probe, tell)
+    return [len(each.trace.log.blocks) for each in traced]
+
+
+def test_a_second_trace_makes_the_maps_of_quantized_weights_again():
+    one, other = processes.call(trace_twice, timeout=300)
+    assert one == other

@@ -10,10 +10,12 @@ import contextlib
 import gc
 import multiprocessing
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -246,10 +248,18 @@ def _traced(
     for from_the_start in (False, True):  # the second time only for a loop that never sends its model
         tracker = DeviceTracker(capability, is_function, from_the_start, cache, rules)
         tracker.routing = routing
-        with contextlib.suppress(NotSent), cuda.emulated(capability, rules), tracker.emulated(optim):
+        with contextlib.suppress(NotSent), _no_maps(), cuda.emulated(capability, rules), tracker.emulated(optim):
             found = trace.follow(experiment, tracker)
             if tracker.weights is Placement.DEVICE or not is_function:
                 return found
+
+
+@contextlib.contextmanager
+def _no_maps() -> Iterator[None]:
+    """Let bitsandbytes make its maps of values again, as in a fresh process: those of an earlier trace were sent."""
+    functions = sys.modules.get("bitsandbytes.functional")
+    with patch.dict(functions.name2qmap, clear=True) if functions else contextlib.nullcontext():
+        yield
 
 
 def _library_assumptions(trace: Trace) -> list[str]:
