@@ -32,7 +32,7 @@ DAILY = {
 }
 NIGHTLY = {
     "lessons": (14, [*PYTEST, "-m", "nightly and timed"]),
-    "browser": (8, [*PYTEST, "-n", "2", "--dist", "loadgroup", "-m", "browser or site"]),
+    "browser": (15, [*PYTEST, "-n", "2", "--dist", "loadgroup", "-m", "browser or site"]),
     "units": (28, [*PYTEST, *TWO, "-m", "nightly and not (browser or site or timed)"]),
     "levels": (6, ["make", "levels", VENV, "ARGS=--lowest"]),
     "rehearse": (8, ["make", "rehearsed", VENV]),
