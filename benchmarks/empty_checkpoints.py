@@ -21,6 +21,12 @@ import torch
 WORDS = 4000  # of a sample; each word is at least one token
 
 
+def write_samples(folder: Path) -> None:
+    """Write 80 samples of instruction tuning to data.json in a folder."""
+    sample = {"instruction": "a", "input": "", "output": "la " * WORDS}
+    (folder / "data.json").write_text(json.dumps([sample] * 80))
+
+
 def litgpt(model: str, folder: Path, tokenizer: Path) -> None:
     """Write what litgpt's commands read into a folder: the model's weights in bf16, its configuration, a tokenizer, and
     80 samples in data.json.
@@ -40,8 +46,7 @@ def litgpt(model: str, folder: Path, tokenizer: Path) -> None:
     save_config(config, folder)
     for file in tokenizer.glob("tokenizer*"):
         shutil.copy(file, folder)
-    sample = {"instruction": "a", "input": "", "output": "la " * WORDS}
-    (folder / "data.json").write_text(json.dumps([sample] * 80))
+    write_samples(folder)
 
 
 def torchtune(preset: str, folder: Path) -> None:
@@ -72,8 +77,7 @@ def torchtune(preset: str, folder: Path) -> None:
         file.truncate(8 + len(text) + end)
     ranks = (f"{base64.b64encode(bytes([each])).decode()} {each}" for each in range(256))
     (folder / "tokenizer.model").write_text("\n".join(ranks))
-    sample = {"instruction": "a", "input": "", "output": "la " * WORDS}
-    (folder / "data.json").write_text(json.dumps([sample] * 80))
+    write_samples(folder)
 
 
 def nanochat(words: str, folder: Path) -> None:

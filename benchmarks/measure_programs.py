@@ -55,7 +55,8 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
     is [allocated bytes, reserved bytes] of the first process that used the card; it is missing if no process did.
 
     Args:
-        name, program: the program's name and its entry in programs.toml.
+        name, program: the program's name and its entry in programs.toml. "fields", if given, are {name: text} that its
+            words may contain.
         options: the script's options.
     """
     about = {"name": name, "card": options.card}
@@ -71,7 +72,7 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
         origin, target = (FOLDER if each.startswith("inputs/") else source) / each, out / target_name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(origin, target, dirs_exist_ok=True) if origin.is_dir() else shutil.copy(origin, target)
-    places = {"source": source, "inputs": INPUTS, "out": out, "packages": PACKAGES}
+    places = {"source": source, "inputs": INPUTS, "out": out, "packages": PACKAGES} | program.get("fields", {})
     words = [word.format(**places) for word in program["command"]]
     variables = {name: value.format(**places) for name, value in program.get("variables", {}).items()}
     with surroundings(out, [*(source / each for each in program.get("paths", ())), PACKAGES], variables):

@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/published_programs.py                    all of benchmarks/published_programs.toml
     .venv/bin/python benchmarks/published_programs.py --rows "*phi*"     these rows; the others are kept
 
-The programs are unmodified and train models of full size, from checkpoints without values (`empty_checkpoints.py`).
-They are fetched as in measure_programs.py. Two numbers are reduced: optimizer updates to two, and micro-batches per
-update to at most two.
+The programs train models of full size, from checkpoints without values (`empty_checkpoints.py`). They are fetched as in
+measure_programs.py and run unmodified, but for the two changes of `run_litgpt.py`. Two numbers are reduced: optimizer
+updates to two or three, and, with litgpt, micro-batches per update to at most two.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def facts() -> dict[str, Any]:
 
 
 def because(name: str) -> str | None:
-    """Return why a row ("table: row") differs by more than 5 %; None: it need not, or the reason is not known."""
+    """Return the key of the reason why a row ("table: row") differs by more than 5 %; None: it does not."""
     return cases(None)[name][1].get("because")
 
 
@@ -48,18 +48,11 @@ def program(published: Named, row: Named) -> dict[str, Any]:
     `published`: the row's table.
     """
     project = published["project"]
-    given = {"benchmarks": str(HERE)} | {name: str(value) for name, value in row.items()}
+    fields = {"benchmarks": str(HERE)} | {name: str(value) for name, value in row.items()}
     words = [*project["command"], *published["command"], *row.get("more", ())]
     setup = [str(HERE / "empty_checkpoints.py"), *project["setup"]]
     kept = {key: project[key] for key in ("source", "packages", "paths", "beside", "variables") if key in project}
-    return kept | {"command": [filled(word, given) for word in words], "setup": [[filled(w, given) for w in setup]]}
-
-
-def filled(word: str, given: dict[str, str]) -> str:
-    """Replace {name} in a word by the row's field of that name; leave other braces, e.g. {out}."""
-    for name, value in given.items():
-        word = word.replace(f"{{{name}}}", value)
-    return word
+    return kept | {"command": words, "setup": [setup], "fields": fields}
 
 
 def measure(rows: Named, _: argparse.Namespace) -> Iterable[tuple[str, dict]]:

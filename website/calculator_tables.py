@@ -201,17 +201,17 @@ def build(model: str, given: dict[str, list[str]], folder: Path, changed: bool =
         folder: the folder of all tables.
         changed: also write those that other code of this package made.
     """
-    task, before = Task(model), {}
+    task, before, here = Task(model), {}, versions()
     for recipe in recipes_of(given):
         file = folder / model / f"{recipe.key}.json.gz"
         known = read(file)
-        if known.get("versions") == versions() and (not changed or known["made_from"] == made_from(model)):
+        if known.get("versions") == here and (not changed or known["made_from"] == made_from(model)):
             continue
         try:
             table = table_of(task, recipe, before)
         except (Unfit, ValueError) as error:
             table = {"refused": str(error)}
-        table = {"made_from": made_from(model), "versions": versions()} | table
+        table = {"made_from": made_from(model), "versions": here} | table
         text = json.dumps(table, separators=(",", ":"))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(gzip.compress(text.encode(), mtime=0))

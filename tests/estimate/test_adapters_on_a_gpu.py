@@ -77,7 +77,7 @@ def test_what_adapters_make_on_the_host_is_copied_in_each_step(kind):
 
 
 def trace_twice(tell):
-    """Trace QLoRA twice in one process; return the number of blocks of each trace. `tell`: see `peak_memory`."""
+    """Trace QLoRA twice in one process; return the number of blocks of each trace. `tell`: as of `trace_all`."""
     four_bits = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
     given = {"quantization_config": four_bits, "dtype": "bfloat16", "peft": {"r": 4} | EVERY}
     training = Experiment("qlora", TASK, Arguments(given))
