@@ -657,7 +657,7 @@ def resident(*kinds):
 def offloaded(task, in_file, steps=3):
     import numpy as np
 
-    model, arrays = task.build_model(), []
+    at_start, model, arrays = resident("RssAnon", "RssShmem"), task.build_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     with tempfile.TemporaryDirectory() as folder:
         for number, weight in enumerate(model.parameters() if in_file else ()):
@@ -669,11 +669,11 @@ def offloaded(task, in_file, steps=3):
             model(**{name: row[4 * step : 4 * step + 4] for name, row in task.batch(4 * steps).items()}).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        anonymous, pages = resident("RssAnon", "RssShmem"), [resident("RssFile")]
+        kept, pages = resident("RssAnon", "RssShmem") - at_start, [resident("RssFile")]
         for array in arrays:
             array.flush(), array.base.madvise(mmap.MADV_DONTNEED)  # as the system may do whenever it needs room
         pages.append(resident("RssFile"))
-        return {"loss": model(**task.batch(4)).loss.item(), "kept": anonymous, "pages": pages}
+        return {"loss": model(**task.batch(4)).loss.item(), "kept": kept, "pages": pages}
 
 
 # %%
