@@ -12,6 +12,6 @@ __all__ = ["advise", "parallelism", "verify"]
 def advise(task: Task, **options) -> Advice:
     """Return the recipes that fit into a given memory: `trainmem.advise.advise` with the course's speed ratios.
 
-    `options`: the other arguments of `trainmem.advise.advise`, except `published`. It raises the same errors.
+    `options`: the other arguments of `trainmem.advise.advise`, except `published`. The errors are the same as there.
     """
     return engine.advise(task, published=published, **options)

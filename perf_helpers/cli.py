@@ -90,7 +90,7 @@ def course(
     """Run the lessons, all or those named, and write a report.
 
     Exit code 0: every lesson ran, and nothing is worse than in --baseline.
-    Exit code 1: a lesson failed or something is worse; with --strict also: a verdict is not the expected one.
+    Exit code 1: a lesson failed or something is worse; with --strict also: a claim's verdict is not the expected one.
     Exit code 2: the course could not start.
     """
     _needs_course("course")
@@ -120,7 +120,7 @@ def compare(
     ] = None,
     json_output: Json = False,
 ) -> int:
-    """Compare two runs of the course: list changed verdicts and bytes, and speeds that changed beyond their noise.
+    """Compare two runs of the course: list the claims' changed verdicts, changed bytes, and speed changes beyond noise.
 
     Exit code 0: the same or better. 1: worse. 2: the runs cannot be compared.
     """
@@ -183,7 +183,7 @@ def sweep(
 def report(
     directory: Annotated[Path, typer.Argument(help="Folder of a course run, e.g. build/course.")],
 ) -> None:
-    """Write the report of a course run again, from its results.json and executed notebooks."""
+    """Rewrite the report of a course run, from its results.json and executed notebooks."""
     _needs_course("report")
     from perf_helpers.course.report import report as make
 
@@ -191,7 +191,7 @@ def report(
 
 
 def _axes(text: str) -> list[str]:
-    """Split e.g. "memory,speed" into the axes of a comparison. Raises ValueError for an unknown one."""
+    """Split e.g. "memory,speed" into the axes of a comparison. Raises ValueError for an unknown axis."""
     from perf_helpers.compare.compare import AXES
 
     axes = [word.strip() for word in text.split(",") if word.strip()]

@@ -88,11 +88,11 @@ def no_data_error(runs: Iterable[Run], otherwise: str) -> RunFailed | ValueError
 
 
 class Timeline:
-    """Live bytes by category through one training step, as numbers and in words; every picture of a step uses it.
+    """Live bytes by category through one training step, as numbers and in words; used by every picture of a step.
 
     Args:
-        series: {name: list}, as in `Memory.timeline`: the bytes of each category, the phase, operation and module. The
-            lists have an element for each of about 200 moments of the step; methods take a moment's number.
+        series: {name: list}, as in `Memory.timeline`: a list of bytes for each category, and the lists "phase",
+            "operation" and "module". Each list has about 200 elements, one per moment; methods take a moment's index.
     """
 
     def __init__(self, series: Mapping[str, Sequence]):
@@ -123,7 +123,7 @@ class Timeline:
         return f"{bytes_text(self.totals[index])} in {self.where_text(index)}: {parts_text(self.parts(index))}"
 
     def phase_ranges(self) -> list[tuple[str, int, int]]:
-        """Return the phases in order, each as (phase, first index, index after its last)."""
+        """Return the phases in order, each as (phase, index of its first moment, index after its last moment)."""
         edges = [i for i in range(1, len(self)) if self.phases[i] != self.phases[i - 1]]
         return [(self.phases[first], first, end) for first, end in itertools.pairwise([0, *edges, len(self)])]
 
@@ -141,7 +141,7 @@ def timeline(run: Run, ax: Axes | None = None, title: str | None = None) -> Axes
         ax, title: the axes to draw into (None: new ones), and the text above them (default: the run's name).
 
     Raises:
-        ValueError: the run has no timeline. If it failed, RunFailed is raised instead.
+        ValueError: the run has no timeline. If the run failed, RunFailed is raised instead.
     """
     if not run.memory or not run.memory.timeline:
         raise no_data_error([run], f"run {run.name!r} has no timeline: run it with measure='memory'")
@@ -303,7 +303,7 @@ def add_alternative_texts() -> None:
 
 
 def picture_html(ax: Axes, text: str) -> str:
-    """Return the picture on `ax` as an <img> for a static page, with the alternative `text`, and close its figure."""
+    """Return the picture on `ax` as an <img> for a static page, with the alternative `text`; close the figure."""
     import matplotlib.pyplot as plt
 
     shown = image_html(ax.figure, text)
@@ -331,9 +331,9 @@ def image_html(figure: Figure, text: str = "") -> str:
 def _axes(
     ax: Axes | None, title: str, xlabel: str, ylabel: str = "", rows: int = 0, size: tuple[float, float] = (7, 3.8)
 ) -> Axes:
-    """Set title and labels on `ax`; if it is None, make new axes first.
+    """Set title and labels on `ax`, or on new axes if `ax` is None; return the axes.
 
-    `size`: (width, height) of a new figure in inches; if `rows` is not 0, its height fits that many bars instead.
+    `size`: (width, height) of a new figure in inches; if `rows` is not 0, the height fits `rows` bars instead.
     """
     if ax is None:
         import matplotlib.pyplot as plt

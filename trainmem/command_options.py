@@ -74,10 +74,10 @@ Capability = Annotated[str | None, typer.Option(help="Compute capability of the 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Invocation:
-    """Hold the command line and published speed ratios; commands read them from typer's `Context.obj`."""
+    """Hold the command line and, for `advise`, published speed ratios; commands get both from typer's `Context.obj`."""
 
     words: list[str] = dataclasses.field(default_factory=list)  # the command line as the user typed it
-    published: "Published | None" = None  # speed ratios for `advise`
+    published: "Published | None" = None  # function that returns speed ratios, for `advise`
 
 
 def invocation(context: typer.Context) -> Invocation:

@@ -1,7 +1,7 @@
 """The commands about one training: measure it, estimate it, explain it, rehearse it, or find arguments that fit.
 
-`cli` registers these functions as commands. They share options, of which `task_of` reads those that describe the task,
-and the way of printing results.
+`cli` registers these functions as commands. The commands share options and the way of printing results. `task_of` reads
+the options that describe the task.
 """
 
 import contextlib
@@ -343,7 +343,8 @@ def advise(
 def _rehearsing() -> Iterator[None]:
     """Turn a RuntimeError of a rehearsal into a ValueError.
 
-    The RuntimeError says that this machine cannot rehearse, or that the code reads values, which are not computed.
+    The RuntimeError says that this machine cannot rehearse, or that the code reads a tensor's values, which a rehearsal
+    does not compute.
     """
     try:
         yield

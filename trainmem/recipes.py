@@ -1,4 +1,4 @@
-"""List techniques that save memory, each with its training arguments, its cost, and the claim about its speed."""
+"""List techniques that save memory, each with its training arguments, cost, and the course's claims about its speed."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """Hold one choice of a recipe, e.g. an optimizer: its arguments, its cost, and the claim about its speed."""
+    """Hold one choice of a recipe, e.g. an optimizer: its arguments, cost, and the course's claims about its speed."""
 
     name: str  # shown in tables
     arguments: dict[str, Any] = field(hash=False)  # training arguments that switch it on
     cost: str = ""  # its disadvantage, as text; empty for the plain choice
-    claims: dict[str, str] = field(default_factory=dict, hash=False)  # {"cpu" or "cuda": claim of its speed ratio}
+    claims: dict[str, str] = field(default_factory=dict, hash=False)  # {"cpu" or "cuda": id of the claim about speed}
 
     @property
     def words(self) -> set[str]:

@@ -409,7 +409,7 @@ class Ratio(Record):
 class Comparison(Record):
     """Hold two runs with the ratios of their memory and speed, other / baseline.
 
-    A ratio that was not measured is unknown; a claim that depends on it is not testable.
+    A ratio that was not measured is unknown. A claim of the course that depends on this ratio is not testable.
     """
 
     baseline: Run

@@ -85,7 +85,7 @@ def seconds_text(seconds: float | None) -> str:
 def name_text(category: str) -> str:
     """Return a category as in a legend: "optimizer states" for "optimizer_states".
 
-    "inside_operations", the name of that category in records, gives "operator workspace".
+    "inside_operations", a category's name in records, gives "operator workspace".
     """
     return "operator workspace" if category == "inside_operations" else category.replace("_", " ")
 
@@ -99,11 +99,11 @@ def parts_text(parts: Mapping[str, int], binary: bool = False) -> str:
 
 
 def nearest_text(given: str, allowed: Iterable[str]) -> str:
-    """Return a hint for the word `given`, which is not allowed: the two allowed words that are most like it.
+    """Return a hint for the word `given`, which is not allowed: the most similar allowed words, at most two.
 
-    An allowed word is like `given` if the whole word or its beginning is. If no word is, or fewer than nine words are
-    allowed, list all allowed words, in at most 500 characters. If a hundred or more are allowed and none is like
-    `given`, return an empty text.
+    An allowed word is similar if the whole word or only its beginning is like `given`. If fewer than nine words are
+    allowed, the hint also lists all of them. If no word is similar, the hint only lists all allowed words; if a hundred
+    or more are allowed, it is then empty. A list has at most 500 characters.
     """
 
     def alike(word: str) -> float:
@@ -137,8 +137,9 @@ def shown(value: Any) -> str:
 
 
 def install_text(package: str, need: str) -> str:
-    """Return a text that says how to install `package` (a name for pip) because transformers needs it for `need`, e.g.
-    "optim='lomo'".
+    """Return a text that says how to install `package`, because transformers needs this package for `need`.
+
+    `package`: a name for pip. `need`: e.g. "optim='lomo'".
     """
     return f"Install {package}: pip install {package}. transformers needs it for {need}"
 

@@ -1,11 +1,11 @@
-"""Define placeholders for figures that are not known: `Unknown`, a number without a value, and `Missing`, a figure that
-a failed run lacks.
+"""Define placeholders for figures that are not known: `Unknown`, `Missing` and `Assumed`.
 
-Both have the reason as `why`. Neither can decide a verdict: code that needs the value gets an error with the reason.
+`Unknown` is a number without a value. `Missing` is a figure that a failed run lacks. Both have the reason as `why`.
+Neither can decide a verdict: code that needs the value gets an error with the reason.
 
-A third placeholder, `Assumed`, is an unknown number in a rehearsed program that has to reach its end. It raises no
-error: code that needs its value gets 1. If it is compared with infinity, it counts as 1; its comparisons with all other
-numbers are false, unless they are checks, see `passing_answer`.
+`Assumed` is an unknown number in a rehearsal that has to run the program to the end. The number raises no error: code
+that needs the value gets 1. In a comparison with infinity the number counts as 1. A comparison with any other number is
+false; in a check, the comparison has the truth value that passes the check, see `passing_answer`.
 
 |                                        | `Unknown`                  | `Missing`         |
 |----------------------------------------|----------------------------|-------------------|
@@ -51,10 +51,10 @@ def is_measured(value: "float | Missing | None") -> bool:
 
 
 def passing_answer(frame: FrameType) -> bool | None:
-    """Return the truth value that passes the check for which `frame` needs one now; None if there is no check.
+    """Return the truth value that passes the check that `frame` makes now; None if `frame` makes no check now.
 
-    A check raises an error for the other truth value, at once: `assert x`, `if not x: raise`. A function that returns
-    the value belongs to its caller's check.
+    For the other truth value, a check raises an error at once: `assert x`, `if not x: raise`. If the function of
+    `frame` returns the value, the check is the one that its caller makes with the returned value.
     """
     found: bool | FrameType | None = frame
     while isinstance(found, FrameType):
@@ -64,7 +64,7 @@ def passing_answer(frame: FrameType) -> bool | None:
 
 @functools.lru_cache(1 << 12)
 def _branch(code: CodeType, place: int) -> bool | str | None:
-    """Return the answer of `passing_answer` for the code `code` at the offset `place`, or "returned"."""
+    """Return the truth value that passes the check at `place`; None: no check; "returned": the caller may check."""
     steps = [each for each in dis.get_instructions(code) if each.opname not in ("EXTENDED_ARG", "NOT_TAKEN")]
     index = max(index for index, each in enumerate(steps) if each.offset <= place)
     index += steps[index].opname == "PRECALL"  # Python 3.11: it may do the work of the CALL behind it
@@ -110,7 +110,7 @@ class _WithoutValue:
 
 
 class _InFormulas:
-    """Let a number without a value stand in formulas and texts: arithmetic returns it again, it prints as `word`."""
+    """Let arithmetic with a number without a value return this number, and show the number in texts as `word`."""
 
     __slots__ = ()
     word: str
@@ -164,13 +164,13 @@ class Unknown(_InFormulas, _WithoutValue, float):
 class Assumed(_InFormulas, float):
     """Stand for a number whose value a rehearsal does not know: libraries and files get 1, a print shows "assumed".
 
-    Arithmetic gives an assumed number again. A comparison with a finite number or NaN is false, but passes a check, see
-    `passing_answer`. In a comparison with infinity, this number counts as 1: many programs start their search for the
-    best loss at `float("inf")`.
+    Arithmetic gives an assumed number again. A comparison with a finite number or NaN is false; in a check, the
+    comparison has the truth value that passes the check, see `passing_answer`. In a comparison with infinity, this
+    number counts as 1: many programs start their search for the best loss at `float("inf")`.
 
     Args:
         answers: the program's Counter {what was assumed: how often}. Each comparison of this number with a finite
-            number or NaN adds 1 to the entry for comparisons. None: a new Counter.
+            number or NaN adds 1 to the entry for false comparisons or to that for checks. None: a new Counter.
     """
 
     __slots__ = ("answers",)
@@ -187,8 +187,9 @@ class Assumed(_InFormulas, float):
     def _compared(name: str) -> Callable:
         """Make the comparison method `name`, e.g. "__lt__", of an assumed number.
 
-        With an infinity the assumed number is compared as 1. With any other number the result is False, or what passes
-        a check, and is counted in `answers`. With an object that is no number it is NotImplemented.
+        With an infinity the assumed number is compared as 1. With any other number the result is False; in a
+        check it is the truth value that passes the check. Such a comparison is counted in `answers`. With an object
+        that is no number the result is NotImplemented.
         """
 
         def compare(self, other) -> bool:
@@ -212,8 +213,9 @@ class Assumed(_InFormulas, float):
 
 
 class Missing(_WithoutValue):
-    """Stand for a figure that a failed run lacks. It counts as False, so that `if run.memory` and `run.value or {}`
-    work.
+    """Stand for a figure that a failed run lacks.
+
+    It counts as False, so that `if run.memory` and `run.value or {}` work.
 
     Args:
         why: which run failed, how, and what to do about it.

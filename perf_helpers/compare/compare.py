@@ -3,7 +3,7 @@
 Memory is counted (on a CPU) or reported by torch's allocator (on CUDA). It has no noise: the same code takes the same
 bytes, so every change counts. Memory that the system reports is not compared. A value with an interval has changed if
 the two runs differ by more than the noise of both (`is_beyond_noise`). A step time has changed if it grew or fell by
-more than a factor: `LEAST`, raised further by the noise of the two runs (results/README.md, "Nights").
+more than a factor. This factor is `LEAST` times a factor for the noise of the runs (results/README.md, "Nights").
 """
 
 import json
@@ -85,7 +85,7 @@ class Changes:
     def to_junit(self, fail_on: Iterable[str]) -> str:
         """Return the comparison as JUnit XML for CI: one test for each axis of change and one for each change.
 
-        `fail_on`: on these axes ("memory", "verdict", "speed") a change for the worse fails its test and the axis's.
+        `fail_on`: axes ("memory", "verdict", "speed") where a change for the worse fails its own test and the axis's.
         """
         return report.junit(self.new, report.change_cases(self.changes, fail_on))
 
@@ -122,7 +122,7 @@ def compare(old: dict | str | Path, new: dict | str | Path) -> Changes:
     """Compare two course runs: list changed verdicts and bytes, and values and speeds that changed beyond their noise.
 
     Only lessons that ran in both are compared; a claim's values are compared only if both runs measured the same
-    quantity. If the hardware or the profile differs, bytes and seconds are not compared; claims are still compared.
+    quantity. If the hardware or the profile (the sizes) differs, bytes and seconds are not compared, but claims are.
 
     Args:
         old, new: the content of a results.json, its path, or the path of its folder.
@@ -219,9 +219,9 @@ def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
 def _verdict_is_worse(old: dict, new: dict) -> bool | None:
     """Return True if a claim's new verdict is worse than its old verdict, False if it is better, None if neither.
 
-    If one verdict is "not testable here": True if the new verdict is unexpected, otherwise None. `_RANK` orders all
-    other verdicts, from "refuted" to "holds". But the result is None for a claim about time if both verdicts are
-    expected, because noise may be the cause. `old`, `new`: the claim's entry in the results.json of each run.
+    If one verdict is "not testable here", return True if the new entry is not "as_expected", otherwise None. `_RANK`
+    orders all other verdicts, from "refuted" to "holds". For a claim about time, return None if both entries are
+    "as_expected", because noise may be the cause. `old`, `new`: the claim's entry in the results.json of each run.
     """
     if Verdict.NOT_TESTABLE in (old["verdict"], new["verdict"]):
         return (not new["as_expected"]) or None
@@ -327,8 +327,8 @@ def _bytes_that_moved(old: Memory, new: Memory) -> str:
 def _total(name: str, old: int | None, new: int | None, before: dict | None = None, after: dict | None = None) -> str:
     """Return as text how a total and its categories changed, the largest change first; "" if nothing changed.
 
-    `old`, `new`: bytes of the total `name`, e.g. "peak", in the old and the new run; `before`, `after`: its bytes in
-    these runs as {category: bytes}. Each of the four is None if it is unknown.
+    `old`, `new`: bytes of the total `name`, e.g. "peak", in the old and the new run. `before`, `after`: the same bytes
+    by category, as {category: bytes}. Each of the four is None if it is unknown.
     """
     moved = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}} if before and after else {}
     largest = sorted((key for key in moved if moved[key]), key=lambda key: -abs(moved[key]))
@@ -395,9 +395,9 @@ def _change(kind, axis, id, lesson, old, new, worse, reason: str = "", text: str
 
 
 def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: list[str]) -> list[str]:
-    """Return lines on what was compared and what could not be.
+    """Return lines of text that say what was compared and what was not compared.
 
-    `old`, `new`: {lesson: its entry}; `pairs`: (name, old run, new run) per run; `rewritten`: lessons with new code.
+    `old`, `new`: {lesson: its entry}; `pairs`: (name, old run, new run); `rewritten`: lessons whose code changed.
     """
     lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of the same name"]
     for lessons, others, when in ((old, new, "old"), (new, old, "new")):

@@ -1,7 +1,7 @@
 """Show many course runs as lines over time: each claim's value, each experiment's bytes, each recipe's step time.
 
 An exact line (bytes, and values without an interval) has a change wherever two consecutive runs differ. A noisy line
-(seconds, and values with an interval) shows the median of its latest five runs and that of the five before.
+(seconds, and values with an interval) shows two medians: of its latest five runs, and of the five runs before these.
 """
 
 import itertools
@@ -65,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Hold the course runs of one machine and profile: a `Line` per claim, per peak of a run and per timed recipe."""
+    """Hold the course runs of one machine and profile (sizes): a `Line` per claim, peak of a run, and timed recipe."""
 
     machine: str
     profile: str

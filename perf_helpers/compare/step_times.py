@@ -41,7 +41,7 @@ CLOCKS = ("passed", "computed")  # wall clock less waiting, and CPU time; the fi
 def measure_here(profile: str) -> dict[str, Any] | None:
     """Time every recipe on this machine, and return the result of `measure`; None in a rehearsal, which has no times.
 
-    On a GPU the model is the profile's. On a CPU it is tiny: among many short steps, some are not slowed by other load.
+    On a GPU `profile` (e.g. "t4") sets the model. On a CPU the model is tiny: load slows only some of many short steps.
     """
     machine = hardware.this_machine()
     if machine.rehearsed:
@@ -104,7 +104,7 @@ def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
 
 
 def is_settled(row: dict[str, Any]) -> bool:
-    """Return whether a recipe's times (`row`) are final: the two least agree to `SEEN_TWICE`, or a process failed."""
+    """Return whether `row` is final: its two shortest times agree within factor `SEEN_TWICE`, or a process failed."""
     pairs = (sorted(row[clock])[:2] for clock in CLOCKS if row[clock])
     return bool(row["message"]) or all(len(pair) > 1 and pair[1] <= pair[0] * SEEN_TWICE for pair in pairs)
 
@@ -125,7 +125,7 @@ def common_seconds(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[
 
 
 def fastest(paces: dict[str, Any] | None) -> Iterator[tuple[str, float]]:
-    """Yield (recipe, seconds of its fastest step) from a result of `measure`; nothing if it is None."""
+    """Yield (recipe, seconds of its fastest step) from `paces`, a result of `measure`; nothing if `paces` is None."""
     for name, row in ((paces or {}).get("recipes") or {}).items():
         if seconds := next((row[clock] for clock in CLOCKS if row.get(clock)), None):
             yield name, min(seconds)

@@ -62,14 +62,14 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the verdicts that the ledger expects on this machine and profile; () if it asks for a prediction."""
+        """Return the verdicts that the ledger expects on this machine and profile; () if a prediction replaces them."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property
     def as_expected(self) -> bool:
-        """Return whether value and prediction overlap as intervals; if one is missing, whether the verdict is expected.
+        """Return whether the intervals of value and prediction overlap, if the claim has both.
 
-        A verdict is expected if the ledger lists it, or if this machine cannot decide the claim (`excused`).
+        Otherwise return whether the ledger lists the verdict, or this machine cannot decide the claim (`excused`).
         """
         if self.predicted and self.verdict is not Verdict.NOT_TESTABLE:
             (low, high), (least, most) = self.predicted, self.interval or (self.value, self.value)
@@ -78,7 +78,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Return the ledger's note on why the claim does not hold: reason, since when, and a link; "" if none."""
+        """Return why the claim does not hold, since which version, and a link; "" if the ledger has none of these."""
         claim = self.claim
         return " · ".join(filter(None, (claim.reason, claim.since and f"since: {claim.since}", claim.thread)))
 
@@ -139,7 +139,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Scoreboard:
-    """Hold the decision on each claim that a lesson checked, and the problems, each of which fails a strict lesson."""
+    """Hold a lesson's decision on each checked claim, and problems (e.g. an unchecked claim) that fail a strict run."""
 
     title: str
     decisions: Sequence[Decision]
@@ -161,7 +161,7 @@ class Scoreboard:
 
 
 class NotReproduced(Exception):
-    """The claims of a strict lesson did not get the verdicts that the ledger expects."""
+    """Raised by `Claims.finish` in a strict run, e.g. if a verdict is not one that the ledger (claims.toml) expects."""
 
 
 class Claims:
@@ -186,22 +186,22 @@ class Claims:
     ) -> Decision:
         """Decide a claim of the ledger from a measured value, and return the decision, which a notebook displays.
 
-        A later check of the same claim replaces the decision. The verdict depends on the value alone. A verdict is
-        expected if the ledger lists it for this kind of machine. If the ledger has `predicted` for the claim, the
-        verdict is expected if value and prediction agree within their intervals.
+        A later check of the same claim replaces the decision. The verdict depends on the value alone. For a claim
+        with `predicted` in the ledger, the verdict is expected if the intervals of value and prediction overlap. For
+        any other claim, the verdict is expected if the ledger lists it for this kind of machine.
 
         Args:
             id: id of the claim in the ledger.
-            value: the claim's quantity, a number or a Ratio (value, low, high). If it is unknown, e.g. because a run
-                failed, the claim is "not testable here".
+            value: the claim's quantity, a number or a Ratio (value, low, high). If this value is unknown, e.g. because
+                a run failed, the claim is "not testable here".
             predicted: (low, high) of the quantity, calculated from other measurements of this run; only for a claim
-                with `predicted` in the ledger. An unknown Ratio predicts nothing.
+                with `predicted` in the ledger. If it is an unknown Ratio, there is no prediction.
             missing: what this machine lacks to measure the claim, e.g. "needs root to shape a link".
             note: any remark for the reader.
 
         Raises:
-            ValueError: the id is unknown; the claim can be measured here but has no value; the value is not a number;
-                `predicted` is given, but the ledger asks for none; or the ledger asks for it and it is not given.
+            ValueError: the id is unknown; neither `value` nor `missing` is given, but this machine can measure the
+                claim; the value is not a number; or `predicted` is given but not in the ledger, or the reverse.
         """
         ledger, machine = load(), self.lab.machine
         if id not in ledger:
@@ -241,9 +241,9 @@ class Claims:
         """Close the lesson: show its scoreboard and, if the lab has `out`, write `<lab.out>/<lab.lesson>.json`.
 
         Raises:
-            ValueError: results are to be written, but the lab has no lesson name for the file.
-            NotReproduced: the lab is strict, and a verdict is unexpected, a claim of the lesson was not checked, a
-                claim of another lesson was checked, or no claim was checked. The file is written before the error.
+            ValueError: the lab has `out`, but no lesson name for the file.
+            NotReproduced: in a strict lab, after the file is written: a verdict is unexpected, a claim of the lesson
+                was not checked, a claim of another lesson was checked, or no claim was checked.
         """
         from IPython.display import display
 

@@ -60,7 +60,7 @@ def run_course(
         strict: fail a lesson if the verdict on a claim is not one that the ledger of claims (claims.toml) expects.
         timeout_per_lesson: seconds after which a lesson is ended; set it to several times the time of the slowest one.
         at_once: lessons that run in parallel; None: up to four on a CPU with enough cores and memory, otherwise one.
-        at_the_end: called with the profile's name after the report is written; "paces" of the content has its result.
+        at_the_end: called with the profile's name after the report is written; its result is returned under "paces".
 
     Raises:
         ValueError: a lesson or the profile does not exist, or `out` is the folder of the lessons themselves.
@@ -148,9 +148,9 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _at_once() -> int:
-    """Return how many lessons to run in parallel here: one, or up to four on a CPU with two cores or more.
+    """Return how many lessons to run in parallel here: up to four on a CPU with two cores or more, otherwise one.
 
-    Up to four, because lessons often wait while another is timed; fewer if memory is short (4 GiB for each lesson).
+    Four, because lessons often wait while another is timed; fewer if less than 4 GiB of memory is available for each.
     """
     machine = hardware.describe()
     if machine.kind != "cpu" or (machine.cpu_cores or 1) < 2:

@@ -1,7 +1,7 @@
 """The server of a course run: it imports the libraries once, and the processes of lessons are forked from it.
 
 The course process starts the server (`shared`): a fork server (`server_process`) that the course's processes reach by a
-socket. It forks their experiments and, on Linux, the papermill process and the kernel of each lesson (`python_module`).
+socket. The server forks their experiments and, on Linux, each lesson's papermill process and kernel (`python_module`).
 """
 
 import atexit
@@ -64,7 +64,7 @@ def python_module(
 class ForkedModule:
     """A module that runs in a fork of the course's server, with the methods of `subprocess.Popen` that the course uses.
 
-    `control`: the module's connection to the server, see `server_process.serve`; `pid`: its process id.
+    `control`: the module's connection to the server, see `server_process.serve`; `pid`: the module's process id.
     """
 
     stdin = stdout = stderr = None

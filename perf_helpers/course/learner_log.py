@@ -118,7 +118,7 @@ def off(guess: float, measured: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Hold the last guess before a measured value was revealed, this value, the lesson's estimate and the error."""
+    """Hold the last guess (with its error) before a measured value was revealed, this value, the lesson's estimate."""
 
     lesson: str
     key: str

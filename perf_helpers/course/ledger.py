@@ -30,11 +30,11 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The figure that a guide (e.g. a page of transformers' documentation) gives for a claim, and the guide's name."""
+    """The value that a guide (e.g. a page of transformers' documentation) gives for a claim, and the guide's name."""
 
     source: str
-    value: float | None = None  # in the unit of the claim's quantity; None if the guides give no figure
-    text: str | None = None  # the figure in the guides' own words
+    value: float | None = None  # in the unit of the claim's quantity; None if the guides give no value
+    text: str | None = None  # the value in the guides' own words
     hardware: str | None = None  # the machine on which the guides measured it
 
 
@@ -53,12 +53,12 @@ class Claim:
     decided_by: str | None = None  # "memory", "time" or "values"
     direction: str | None = None  # "below", "above", "between" or "equal"
     threshold: float | Sequence[float] | None = None  # in the unit of the quantity; [low, high] for "between"
-    tolerance: float | None = None  # for "equal": a share of the threshold, or the distance itself around 0
+    tolerance: float | None = None  # for "equal": a share of the threshold; if the threshold is 0, the distance
     no_effect: float | None = None  # the quantity if the technique does nothing; None: there is no such value
     predicted: str | None = None  # how the quantity follows from other measurements of the same run
     expected: dict[str, tuple[Verdict, ...]] = field(default_factory=dict)  # by "cpu", "cuda" or one of GPU_PROFILES
     reason: str | None = None  # why the claim does not hold today
-    since: str | None = None  # the version that changed it
+    since: str | None = None  # the version from which on the claim does not hold
     thread: str | None = None  # a link to the discussion
 
     def window(self) -> tuple[float, float]:
@@ -75,9 +75,9 @@ class Claim:
                 return self.threshold, math.inf
 
     def expected_on(self, kind: str, profile: str) -> tuple[Verdict, ...]:
-        """Return the verdicts that the ledger expects on a kind of machine ("cpu" or "cuda") at the sizes of a profile.
+        """Return the verdicts expected on a `kind` of machine ("cpu" or "cuda") with a `profile` of sizes, e.g. "t4".
 
-        If none is listed: () if the lesson predicts the value (which must then agree), otherwise (NOT_TESTABLE,).
+        If the ledger lists none: () for a claim whose value must agree with a prediction, otherwise (NOT_TESTABLE,).
         """
         expected = self.expected.get(kind, () if self.predicted else (Verdict.NOT_TESTABLE,))
         return self.expected.get(profile, expected) if kind == "cuda" and profile in GPU_PROFILES else expected

@@ -221,7 +221,7 @@ def _execute(
 
 
 def _end(marker: str, grace_seconds: float) -> None:
-    """Kill every process with the marker in its environment, whatever its parent; first wait `grace_seconds`."""
+    """Kill every process whose environment has the marker unless it ends in `grace_seconds`, whatever its parent."""
     import psutil
 
     def marked(process: psutil.Process) -> bool:
@@ -299,10 +299,10 @@ def polling(get_msg: Callable) -> Callable:
 
 
 def forking(launch_kernel: Callable) -> Callable:
-    """Wrap `launch_kernel` of Jupyter's local provisioner so that it forks the kernel from the course's server.
+    """Wrap `launch_kernel` of Jupyter's local provisioner so that it forks the kernel from a server.
 
-    The server has imported torch, matplotlib and other libraries already; a new kernel needs about eight seconds for
-    these imports. Without a server, the kernel is launched as usual.
+    This server (`course_server`) has imported torch, matplotlib and other libraries already; a new kernel needs about
+    eight seconds for these imports. Without a server, the kernel is launched as usual.
     """
 
     def launch(cmd: list[str], *args, env: Mapping[str, str] | None = None, cwd: str | None = None, **options) -> Any:

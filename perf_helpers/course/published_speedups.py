@@ -18,8 +18,8 @@ _WITHOUT_INTERVAL = 1.1  # a figure that was published without an interval is as
 def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, tuple[Ratio, str]]:
     """Return {claim id: (value, its source in words)}; a value was measured in a course run or published in a guide.
 
-    The course run is the one that `nearest_recorded` returns. For "cuda", a claim that it did not measure gets the
-    guide's figure, if the guide says on which GPU it was measured. Other claims are left out. Some ratios are of
+    The course run is the one that `nearest_recorded` returns. For "cuda", a claim without a value in this run gets the
+    guide's figure, if the guide names the GPU of its measurement. Other claims are left out. Some values are ratios of
     memory.
 
     Args:

@@ -1,9 +1,9 @@
 """Read results.json, the machine-readable result of a course run, and check it.
 
-Its keys are "schema", "date", "machine", "versions", "profile", "strict", "lessons", "claims" and "runs". A claim is a
-result of `claims.Decision.to_dict`. A run is a result of `Run.to_dict` with "lesson" added; `Run.from_dict` reads it.
-`NEEDED` lists the fields that each lesson and claim must have. A nightly run (`perf_helpers.compare`) adds "paces"
-(recipes' step times), "baseline" (changes since an earlier run), "fail_on" (axes where a change for the worse fails).
+The keys are "schema", "date", "machine", "versions", "profile" and "strict" (see `run_course`), "lessons", "claims" and
+"runs". A claim is from `claims.Decision.to_dict`. A run is from `Run.to_dict`, with "lesson" added; `Run.from_dict`
+reads runs. `NEEDED` lists the fields that each lesson and claim must have. A nightly run (`perf_helpers.compare`) adds
+"paces" (step times), "baseline" (changes since an earlier run), "fail_on" (axes where a change for the worse fails).
 """
 
 import json

@@ -156,7 +156,7 @@ def _about_host(machine: Machine) -> Iterator[Finding]:
 
 
 def _about_folders() -> Iterator[Finding]:
-    """Yield a finding per folder of runs or temporary files that is read-only, nearly full, or has too long a path."""
+    """Yield a finding for a folder (runs, temporary files) that is read-only, nearly full, or has too long a path."""
     runs_folder = ("PERF_HELPERS_HOME", cache_folder, "runs, guesses and progress are not saved")
     for name, find, lost in (runs_folder, ("TMPDIR", tempfile.gettempdir, "no experiment can run")):
         try:

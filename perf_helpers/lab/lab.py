@@ -87,7 +87,7 @@ class Lab(Runner):
             others: one run gives a comparison, several give a list of comparisons.
             turns: turns per run (default: the profile's); on a CPU they are divided among the subprocesses.
             steps_per_turn: optimizer steps per turn; the fastest step counts.
-            timeout: seconds for all runs together, on a GPU for each pair (default: the lab's for each of `others`).
+            timeout: seconds for all pairs (baseline, other); on a GPU, per pair. None: the lab's timeout per pair.
 
         Raises:
             ValueError: a run belongs to another lab, no other run is given, or a number is out of range.
@@ -134,8 +134,8 @@ class Lab(Runner):
         """Call a function that predicts without training; return its answer: `lab.foresee(estimate, task, bf16=True)`.
 
         If the call fails or takes longer than `seconds`, print one line and return None, so that the lesson goes on.
-        All failed calls of a lab together take two minutes at most; later calls are skipped. A strict lab raises
-        instead, unless an installed package is outside the supported versions.
+        All failed calls of a lab together take two minutes at most; later calls are skipped. If the lab is `strict`,
+        raise the call's error instead of printing, unless an installed package is outside the supported versions.
 
         Args:
             question: the function; it is called with `arguments` and `options`.
@@ -202,9 +202,9 @@ class Lab(Runner):
     def _interleaved(self, name: str, runs: list[Run], turns: int, steps_per_turn: int, timeout: float) -> Outcome:
         """Time runs in turns; return an `Outcome` whose `value[process][run][turn]` is a `Seconds` (wall, CPU).
 
-        On a CPU there are several processes. Each of them times all runs, with one thread per run, and the first run
-        (the baseline) once more as the last: its two times differ only by noise. On a GPU, and with several ranks,
-        each run has a process of its own, and `value` has one entry, value[0], with all runs.
+        On a CPU there are several processes. Each of them times all runs, with one thread per run. The last entry of
+        `value[process]` is the baseline (the first run) again; its times differ from the first entry's only by noise.
+        On a GPU, and with several ranks, each run has its own process; `value` has one entry, value[0], with all runs.
         Each run has at least `turns` turns over all processes. A turn has `steps_per_turn` optimizer steps, of which
         the fastest counts. `timeout` limits all turns together, in seconds. The progress bar is called `name`.
         """

@@ -1,8 +1,8 @@
 """Use Dask's workers as an executor for any lab; connect to a cluster, or start workers on this machine.
 
-One experiment runs per device at a time. If a worker is killed, its experiment runs once more on another worker. The
-client sends a call to Dask only when a device is free. If Dask had all calls at once, a worker's death would count as a
-failure of all calls waiting for it; the running one would be rerun silently (`distributed.scheduler.allowed-failures`).
+One experiment runs per device at a time. If a worker is killed, its experiment runs once more on another worker. A call
+is sent to Dask only when a device is free. If Dask had all calls at once, a worker's death would count as a failure of
+all calls waiting for that worker; the running call would be rerun silently (`distributed.scheduler.allowed-failures`).
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _ROUND_SECONDS = 0.3  # between two queries of the list of workers
 
 
 class Killed(BrokenExecutor):
-    """Two workers in a row were killed during the same call; `attempts` has a dict for each: worker, times, message."""
+    """Two workers in a row were killed during a call; `attempts` has a dict per worker: name, begin, end, message."""
 
     def __init__(self, message: str, attempts: tuple[dict[str, Any], ...]):
         super().__init__(message)
@@ -199,7 +199,7 @@ class Workers(Executor):
             ) from error
 
     async def _performed(self, content: bytes) -> Any:
-        """Run a call on a worker and return its value; `content` is its pickled function with the arguments."""
+        """Run a call on a worker and return the call's value; `content`: the pickled function with its arguments."""
         self._calls.add(call := asyncio.current_task())
         call.add_done_callback(self._calls.discard)
         number, attempts = uuid.uuid4().hex, []  # the failed attempts, as in `records.Run.attempts`
@@ -239,7 +239,7 @@ class Workers(Executor):
     async def _free(self, lost_by: set[str]) -> _Worker:
         """Wait until a worker has a free device, and return this worker; if an error stopped all calls, raise it.
 
-        `lost_by`: names of workers that died while running the caller's call; used only if there is no other worker.
+        `lost_by`: names of workers that died during the caller's call; one of them is returned only if no other exists.
         """
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]
@@ -350,7 +350,7 @@ _attended: set[str] = set()  # the calls that this process runs now
 def dask_setup(worker) -> None:
     """Ignore Ctrl-C in a worker of this machine; Dask calls this function when the worker starts.
 
-    A terminal sends Ctrl-C to workers too. A worker must live until the process that started it has ended its calls.
+    A terminal sends Ctrl-C to workers too. A worker must live until the process that started it has ended all calls.
     """
     signal.signal(signal.SIGINT, lambda *_: None)
 

@@ -76,9 +76,9 @@ def not_measured(reason: str) -> Feedback:
 
 
 def run_failed(run: Run) -> Feedback:
-    """Return the feedback on an answer whose run failed: status "wrong", and the failure as the text.
+    """Return the feedback on an answer whose run failed; the text of the feedback is the failure.
 
-    The feedback is "not measured" if the run timed out or was killed, because a busy or full machine may be the cause.
+    The status is "not measured" if the run timed out or was killed (a busy or full machine may be why), else "wrong".
     """
     if run.status in ("timed out", "killed"):
         return not_measured(run.failure)

@@ -24,7 +24,7 @@ OPEN: dict[Hashable, Callable[[], None]] = {}  # {place: the function that close
 
 
 def take(key: Hashable, close: Callable[[], None]) -> None:
-    """Close the element shown at the place `key`; keep `close`, which closes the element that is shown there next."""
+    """Close the old element at the place `key`; store `close`, the function that will close the new element there."""
     close_before = OPEN.pop(key, None)
     OPEN[key] = close
     if close_before:

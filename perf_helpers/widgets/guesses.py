@@ -64,7 +64,7 @@ def predict(lab: Lab, key: str, question: str, unit: str, low: float, high: floa
 def revealed(lab: Lab, key: str, measured: float | None, estimate: float | None = None) -> Feedback:
     """Return the feedback on a guess: its error, and a picture of guess, estimate and measured value.
 
-    A guess counts only if it was committed before the value was first shown. The feedback says if no guess counts.
+    A guess counts only if it was committed before the value was first shown. If none counts, the feedback says so.
 
     Args:
         key: the key that was given to `predict`.

@@ -125,9 +125,9 @@ live = Monitor  # its name in lessons
 
 
 def _text(value: float | None, unit: str) -> str:
-    """Return a value with its unit as text; None or unknown gives "not measured".
+    """Return a value with its unit as text; "not measured" for None or `Unknown`.
 
-    Bytes are as in `bytes_text`. Other numbers below 10 have 2 significant digits, e.g. 9.1; from 10 on they are whole.
+    `bytes_text` formats bytes. Other numbers have 2 significant digits below 10, e.g. 9.1, and are whole from 10 on.
     """
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 

@@ -92,7 +92,7 @@ class Recipe(svg.Point):
 
 
 def _groups(lab: Lab) -> dict[str, list[Recipe]]:
-    """Return {label of a group: its recipes}; a group: the recipes of one model from this notebook, or from one day.
+    """Return {label: group of recipes}; a group has one model and one source: this notebook, or earlier runs of a day.
 
     The group of this notebook with the lab's model comes first. In a group, recipes are ordered by peak memory, the
     smallest first; recipes without a measured memory come last. The later of two recipes with the same name, kind and

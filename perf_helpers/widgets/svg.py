@@ -170,6 +170,6 @@ def _draw(picture: str, **facts) -> str:
 
 @functools.cache
 def _markup():
-    """Return the Jinja macros of drawings.html.j2, which are given the constants and functions that they use."""
+    """Return the Jinja macros of drawings.html.j2, with the constants and functions that these macros use."""
     given = {"PALETTE": PALETTE, "SERIES": SERIES, "SIGNS": _SIGNS}
     return template("widgets/drawings.html.j2").make_module(given | {"ticks": _ticks, "bytes_unit": bytes_unit})

@@ -215,9 +215,9 @@ def advise(
     attention kernel is the library's choice, unless `must` sets it. The advice's `notes` report the kernel, compiled
     code, and sizes that should be padded.
 
-    A technique may cost time, precision or convergence. A recipe is left out if a better-ranked recipe that fits needs
-    only some of its costly techniques, and no smaller micro-batch. But it is kept if the two differ in precision, and
-    its own speed was never measured.
+    A technique may cost time, precision or convergence. Let recipe A fit, and rank above recipe B. B is left out if B
+    has all costly techniques of A, at least one more, and no larger micro-batch. Exception: B is kept if A and B differ
+    in precision and the speed of B was never measured.
 
     On a CPU a recipe fits if the peak of its tensors is at most `memory` minus the margin; the interpreter and its
     libraries are not counted. On CUDA the training's allocations and frees are replayed on the caching allocator of a
@@ -329,12 +329,12 @@ def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
     """Return the arguments that every recipe has unless a technique sets them: {"dtype": "float32"} or {}.
 
     Techniques are described and ranked by how they change a model in float32. A model that loads in another type is
-    therefore trained in float32. {} is returned if the model loads in float32 anyway, or was saved quantized.
+    therefore trained in float32. {} is returned if the model is quantized, or if it loads in float32 anyway.
 
     Args:
-        weights: the type in which the task's model loads.
-        largest: what `advise` maximizes. With "model", several presets are tried, so {} is returned only if all presets
-            of the model type load in float32.
+        weights: the type in which the task's model loads, and its quantization.
+        largest: what `advise` maximizes. With "model", all presets of the task's model type are candidates. The
+            model then counts as loading in float32 only if all these presets load in float32, too.
     """
     kind = task.build_config().model_type
     of_presets = {preset.get("dtype") for preset in PRESETS.values() if preset["model_type"] == kind}
@@ -391,10 +391,10 @@ def _with_enough_data(task: Task, effective_batch: int) -> Task:
 
 
 def _recipe(candidate: Candidate, search: RecipeSearch, best: float | None) -> Recipe:
-    """Describe a candidate that `search` found as a recipe.
+    """Return the `Recipe` that describes a candidate found by `search`.
 
-    `best`: the highest known speed (`Ranking.speed`) of the recipes that fit, of which the recipe's own speed is given
-    as a fraction; None: no speed is known.
+    `best`: the highest known speed (`Ranking.speed`) among the recipes that fit; None: no speed is known. The
+    recipe's `speed` is the candidate's speed divided by `best`.
     """
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size

@@ -11,7 +11,7 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Hold a change to the smallest recipe: its text, the bytes needed after it, and whether the recipe then fits.
+    """Hold a change to the recipe with the least memory: what to change, the bytes then needed, and whether they fit.
 
     If no sequence length makes the recipe fit, `needed_bytes` is for the shortest length. If sharding can never make it
     fit, `needed_bytes` are the bytes that cannot be divided among devices. In both cases `text` says so.
@@ -25,7 +25,7 @@ class Change:
 
 
 def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
-    """Return changes that would reduce the memory of the smallest recipe; those with which it would fit come first."""
+    """Return changes that reduce the memory of the recipe `smallest`; changes with which the recipe fits come first."""
     needed, estimated = search.needed(smallest), search.estimates[smallest]
     # Bytes by category at the peak and at the end of each phase, and the bytes needed in addition to live ones.
     breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
@@ -36,7 +36,7 @@ def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, 
 
 
 def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
-    """Return the change that shortens sequences until the smallest recipe fits; None if the task has no sequences."""
+    """Return the change that shortens sequences until the recipe `smallest` fits; None if they cannot be shortened."""
     task = search.task
     if not task.has_tokens or task.length() <= _STEP:
         return None

@@ -1,4 +1,4 @@
-"""Find the largest preset of a model type, or the longest sequence, that fits with the recipe of the least memory."""
+"""Find the largest preset of a model type, or longest sequence, that fits a device with the recipe of least memory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ Found = tuple[RecipeSearch, Candidate, bool, str]  # a search for the task found
 
 
 def largest(search: RecipeSearch, what: str) -> Found:
-    """Find the largest preset of the task's model type, or the longest sequence, that fits a memory.
+    """Find the largest preset of the task's model type, or the longest sequence, that fits the target device.
 
-    Return (the search for the found task, its recipe with the least memory, whether that recipe fits, a note for the
-    user). If nothing fits, the found task is the smallest one.
+    Return (the search for the found task, the recipe, whether this task fits with this recipe, a note for the user).
+    The recipe needs the least memory for the given task. If nothing fits, the found task is the smallest one.
 
     Args:
         search: the search for recipes of the given task.
-        what: "model" or "sequence" (`LARGEST`).
+        what: one of `LARGEST`: "model" to find the largest preset, "sequence" to find the longest sequence.
 
     Raises:
-        ValueError: no preset of the task's model type takes sequences of the task's length ("model"), or the model
-            takes no sequences ("sequence").
+        ValueError: for "model": no preset of the task's model type takes sequences of the task's length; for
+            "sequence": the model takes no sequences.
     """
     search = dataclasses.replace(search, of_the_leanest=True)
     return _model(search) if what == "model" else _sequence(search)
@@ -53,9 +53,10 @@ def _model(search: RecipeSearch) -> Found:
 
 
 def _of_the_next(search: RecipeSearch, candidate: Candidate) -> str:
-    """Return a note that says how many bytes the search's task, the next larger preset, would need with a recipe.
+    """Return a note on the next larger preset, which does not fit; `search` is the search for this preset.
 
-    If the preset's memory is known as a function of the number of layers, the note also says how many layers would fit.
+    If the preset's memory is known as a function of the number of layers (see `layers_of`), the note says how many
+    bytes the preset needs with the recipe `candidate`, and how many of its layers would fit.
     """
     task = search.task
     if not (layers := layers_of(task)):

@@ -95,9 +95,9 @@ class Evidence:
     def of_micro_batch(self, size: int, largest: int) -> Factor:
         """Return the factor: speed with a micro-batch of `size` samples / speed with any larger micro-batch.
 
-        The effective batch is equal in both. The factor comes from runs on this machine. If there are too few, it is
-        the published factor of micro-batch 1 against 4 if `size` is 1 and `largest` is at least 4; otherwise its ratio
-        is None.
+        The effective batch is equal in both. The factor comes from runs on this machine. If there are too few runs,
+        there are two cases. With a `size` of 1 and a `largest` of at least 4, return the published factor of
+        micro-batch 1 against 4. Otherwise return a factor whose ratio is None.
 
         `largest`: samples of the largest micro-batch of any recipe.
         """
@@ -173,7 +173,7 @@ class Evidence:
 
 
 def respelt(arguments: Arguments) -> dict[str, Any]:
-    """Return {name: value} of the arguments, with the names of `recipes.QUESTIONS` for the arguments that it lists.
+    """Return {name: value} of the arguments; those that `recipes.QUESTIONS` lists have the names used there.
 
     For example, the newer name "activation_checkpointing" becomes "gradient_checkpointing", as in `QUESTIONS`. All
     other arguments have their names in the installed transformers.
@@ -194,7 +194,7 @@ def _apart(run: Run, other: Run) -> float:
 
 
 def _relevant(run: Run) -> dict[str, Any]:
-    """Return {name: value} of the arguments of a run that affect its speed, and its "effective batch" in samples.
+    """Return {name: value} of a run's arguments that affect its speed, plus an "effective batch" in samples.
 
     Arguments with their default are left out. A 16-bit type of the weights is included as "dtype", whether it was
     requested or is the model's own.

@@ -102,10 +102,10 @@ class Choices:
     ) -> list[Technique | None]:
         """Return the allowed options of one choice that a recipe makes, e.g. of the optimizer.
 
-        None is the library's default, or a value in `must` that is no technique's.
+        In the list, None is the library's default, or a value in `must` that belongs to no option.
 
         Args:
-            names: the training arguments that the choice sets; if `must` has one of them, it decides.
+            names: the training arguments that the choice sets; if `must` has one of them, `must` decides.
             options: the choice's options, as in `QUESTIONS`.
             left_out: techniques that only `must` allows.
 
@@ -247,7 +247,7 @@ class Ranking:
 class RecipeSearch:
     """Search for recipes that fit: `find` gives each combination of techniques the largest micro-batch that fits.
 
-    It keeps the estimates that it made, and the bytes of recipes that do not fit.
+    A search keeps the estimates that it made, and the bytes of recipes that do not fit.
     """
 
     task: Task
@@ -337,20 +337,21 @@ class RecipeSearch:
         return needed
 
     def at(self, task: Task) -> "RecipeSearch":
-        """Return a search for another task. What it estimates and notes counts as this search's, too."""
+        """Return a search for another task; both searches add to the same lists `made` (estimates) and `notes`."""
         return dataclasses.replace(self, task=task, estimates={}, too_large={}, _states={})
 
     def _for_thread(self) -> "RecipeSearch":
-        """Return a search for another thread, which finds results in advance; it has estimates and notes of its own.
+        """Return a search for the same task that another thread runs in advance.
 
-        Nothing is estimated twice: both searches share the `Once` in `ask`, which stores all results.
+        The returned search has its own `estimates`, `made` and `notes`. Nothing is estimated twice, because both
+        searches have the same `ask`, a `Once` object that stores all results.
         """
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], made=[], _states={**self._states})
 
     def line_of(self, candidate: Candidate) -> Line | None:
         """Return a recipe's memory as a function of the number of layers, from traces of two shallow models.
 
-        Return None if the task's model has at most 24 layers, or an encoder and a decoder: it is then traced itself.
+        Return None if the model has at most 24 layers, or an encoder and a decoder; such a model is traced itself.
         """
         return self.ask(self.line, self.task, self.choices.arguments(candidate)) if layers_of(self.task) else None
 
@@ -375,11 +376,12 @@ class RecipeSearch:
         return alive + self.target.context_bytes, reserved + self.target.context_bytes
 
     def fits(self, candidate: Candidate) -> bool:
-        """Return whether a recipe fits, with as little work as decides it.
+        """Return whether a recipe fits; make an estimate only if nothing simpler decides.
 
-        The first of these that is known decides: the bytes of its states (weights, gradients, optimizer states) alone,
-        if they exceed the memory; for a deep model (more than 24 layers), the memory extrapolated from shallow models,
-        if it leaves no doubt; an estimate.
+        If the recipe has an estimate already, that estimate decides. If the bytes of the recipe's states (weights,
+        gradients, optimizer states) are known and exceed the memory, the recipe does not fit. For a deep model (more
+        than 24 layers), the memory is then extrapolated from shallow models. If the extrapolation leaves a doubt, or if
+        the model is not deep, a new estimate decides.
         """
         if candidate in self.estimates:
             return self.needed(candidate) <= self.target.room_bytes
@@ -510,7 +512,7 @@ def _of_states(candidate: Candidate) -> frozenset[Technique]:
 def confirmed(sizes: Sequence[int], likely: int, fits: Callable[[int], bool]) -> int:
     """Return `likely`, one of the ascending `sizes`, if it fits; otherwise the largest smaller size that fits, or 0.
 
-    `likely` may be 0, which is returned. A deep model's likely size comes from shallow ones, and has to be confirmed.
+    If `likely` is 0, return 0. A deep model's likely size comes from shallow ones, and has to be confirmed.
     """
     if not likely or fits(likely):
         return likely
@@ -524,8 +526,9 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: 
     Args:
         sizes: the sizes to choose from, ascending.
         fits: function of a size; if a size fits, all smaller sizes fit.
-        first: a guess, e.g. the size that fits in a similar case. It is tried first. If it fits, the next larger size
-            is tried. If it is the largest size and does not fit, the smallest is tried, because often no size fits.
+        first: a guess, e.g. the size that fits in a similar case. The guess is tried first. If it fits, the next larger
+            size is tried. If the guess is the largest size and does not fit, the smallest size is tried, because often
+            no size fits.
     """
     low, high = 0, len(sizes)  # sizes below index `low` fit; those from `high` on are too large
     index = bisect_left(sizes, first)

@@ -22,7 +22,7 @@ class Target:
     kept: tuple[str, str]  # for the advice's notes: what the bytes under "needs" include; what is kept free
 
     def size_text(self, size: int) -> str:
-        """Return a number of bytes as text: in GiB for a GPU, as its memory is given, otherwise in GB."""
+        """Return a number of bytes as text: in GiB for a GPU, the unit of a GPU's memory; otherwise in GB."""
         return bytes_text(size, binary=self.kind == "cuda")
 
     @property
@@ -45,13 +45,14 @@ def find(
     margin: float,
     processes: int,
 ) -> Target:
-    """Return the device to advise for, from arguments of `advise` and, for arguments that are None, from this machine.
+    """Return the device to advise for, from the arguments of `advise` and from this machine.
 
     Args:
         machine: this machine.
         memory_bytes: bytes of the device's memory.
-        named: compute capability of the GPU that the user named; None: the user named none.
-        device: "cpu" or "cuda"; None: chosen by `named`, `machine` and `memory_bytes`.
+        named: compute capability of the GPU that the user named; None: that of this machine's GPU, otherwise 9.0.
+        device: "cpu" or "cuda"; None: this machine's kind of device. On a machine without a GPU, None means "cuda" if
+            `named` is given, or if GPUs are sold with `memory_bytes`.
         context_memory: bytes to keep for the CUDA context, or a text such as "450MiB"; None: the usual size.
         margin: fraction of the memory to keep free.
         processes: number of ranks, one device each.

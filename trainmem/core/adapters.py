@@ -69,7 +69,7 @@ _OF_TORCHAO = {"int4": "Int4WeightOnlyConfig", "int8": "Int8WeightOnlyConfig", "
 def method_of(settings: Mapping[str, Any]) -> str:
     """Return the name of the quantization method in the fields of a quantization_config, e.g. "torchao".
 
-    The method may be one that is not supported (not in `METHODS`). If no field names a method, it is "bitsandbytes".
+    The method may be one that is not supported (not in `METHODS`). If no field names a method, return "bitsandbytes".
     """
     method = settings.get("quant_method", "bitsandbytes")
     return str(getattr(method, "value", method))
@@ -212,7 +212,7 @@ def _config_of(settings: Mapping[str, Any]):
 
 
 def _in_few_bits(layer, weight, device: Any):
-    """Return a weight for a layer of bitsandbytes, quantized on `device`: it is never there in full precision twice."""
+    """Return a weight for a layer of bitsandbytes, quantized on `device` with at most one full-precision copy there."""
     from transformers.pytorch_utils import Conv1D
 
     weight = weight.T if issubclass(layer.source_cls, Conv1D) else weight  # GPT-2 stores it transposed
@@ -246,8 +246,8 @@ def as_python(settings: Mapping[str, Any]) -> str:
 def is_prepared(given: Mapping[str, Any], quantization: Mapping[str, Any]) -> bool:
     """Return whether to prepare a quantized model for training by peft's function `prepare_model_for_kbit_training`.
 
-    If the training argument with the function's name is given, it decides. Otherwise a model is prepared if adapters
-    are added to it, unless quanto has quantized it, because the function cannot cast quanto's weights.
+    If the training argument `prepare_model_for_kbit_training` is given, return its value. Otherwise return True if
+    adapters are added to the model and the method is not quanto, whose weights the function cannot cast.
 
     Args:
         given: training arguments; only "peft" and "prepare_model_for_kbit_training" are read.
@@ -258,8 +258,9 @@ def is_prepared(given: Mapping[str, Any], quantization: Mapping[str, Any]) -> bo
 
 
 def prepared(model, checkpointing: Mapping[str, Any] | None):
-    """Return the model after `peft.prepare_model_for_kbit_training`: all weights are frozen, and weights that are not
-    quantized are cast to fp32.
+    """Return the model after `peft.prepare_model_for_kbit_training`.
+
+    All weights are frozen, and weights that are not quantized are cast to fp32.
 
     `checkpointing`: the `gradient_checkpointing_kwargs` of activation checkpointing; None: no checkpointing.
     """
@@ -305,7 +306,7 @@ _AUTOCAST = "autocast_adapter_dtype"
 
 
 def _missing_package(error: ImportError) -> str:
-    """Return which package an ImportError names as missing and how to install it; the error's text if it names none."""
+    """Return the name of a missing package and how to install it, or the error's text if the error names no package."""
     quoted = re.search(r"['`]([\w-]+)['`]", str(error))
     name = getattr(error.__context__, "name", None) or error.name or (quoted and quoted[1])
     name = {"sklearn": "scikit-learn"}.get(name, name)
@@ -313,12 +314,12 @@ def _missing_package(error: ImportError) -> str:
 
 
 def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) -> None:
-    """Refuse adapters that learn a prefix or a prompt, if the installed peft is too old to run them with this model.
+    """Refuse adapters that learn a prefix or a prompt, if the installed peft is too old for the planned use.
 
     transformers 5.24 renamed `past_key_values` to `cache`, but peft 0.21 still uses the old name. Three uses are
-    refused: a prefix for a classifier, because peft rejects it; a prefix in `generate`, which ignores it; and a prompt
-    in `generate` of a decoder, which puts it before every token. The training of a generative model is allowed,
-    because transformers still accepts the old name in a training.
+    refused: (1) a prefix for a classifier, because peft rejects the prefix; (2) a prefix in `generate`, because
+    `generate` ignores the prefix; (3) a prompt in `generate` of a decoder, because `generate` puts the prompt before
+    every token. The training of a generative model is allowed, because there transformers still accepts the old name.
 
     Args:
         peft: the imported package.
@@ -373,7 +374,7 @@ def freeze(model, names: str) -> None:
 
 
 def constants(model) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield (weight, [its scales, code books, ...]) of each quantized layer; all are tensors."""
+    """Yield (weight, list of its constants, e.g. scales and code books) of each quantized layer; all are tensors."""
     for layer in model.modules():
         weight = layer._parameters.get("weight")  # as an attribute, a parametrized weight would be computed
         if hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "device_mesh"):  # FSDP2's have a mesh

@@ -195,8 +195,9 @@ class Arguments:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile is on. As in transformers, `torch_compile_mode` or `torch_compile_backend` alone
-        switches it on, too.
+        """Whether torch.compile is on.
+
+        As in transformers, `torch_compile_mode` or `torch_compile_backend` alone switches torch.compile on, too.
         """
         return any(map(self.training.get, COMPILING))
 
@@ -323,8 +324,9 @@ def _file(name: str) -> Path:
 
 @functools.cache
 def known() -> frozenset[str]:
-    """Return the argument names of an experiment: fields of the installed `TrainingArguments`, and this engine's own
-    arguments (`OF_EXPERIMENTS`).
+    """Return the argument names of an experiment.
+
+    These are the fields of the installed `TrainingArguments`, and this engine's own arguments (`OF_EXPERIMENTS`).
     """
     return frozenset(field.name for field in dataclasses.fields(_declared())) | OF_EXPERIMENTS.keys()
 

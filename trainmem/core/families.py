@@ -319,7 +319,7 @@ class Data:
         return min(100, self._vocabulary() // 4)  # above the special tokens
 
     def _ids(self, draw, learnable: bool):
-        """Return random token ids (examples, length) without tokens that mark images; `draw`: the random generator."""
+        """Return random token ids (examples, length) from `draw`: no image tokens; at most 32 kinds if `learnable`."""
         first = self._first()
         last = first + 32 if learnable else self._vocabulary()
         ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))

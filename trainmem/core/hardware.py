@@ -79,8 +79,9 @@ class Gpu(Record):
 
 @dataclass(frozen=True, slots=True)
 class Machine(Record):
-    """Hold a machine as this process may use it, within a container's limits and CUDA_VISIBLE_DEVICES: CPU, GPUs,
-    memory in bytes.
+    """Hold a machine as this process may use it: CPU, GPUs, memory in bytes.
+
+    A container's limits and CUDA_VISIBLE_DEVICES are taken into account.
     """
 
     name: str  # e.g. "AMD EPYC, 2 cores", "NVIDIA H200"
@@ -111,8 +112,9 @@ class Machine(Record):
 
     @property
     def native_bf16(self) -> bool | None:
-        """Whether the device has instructions for bf16 (emulation does not count); None: unknown. On a CPU, True does
-        not mean that bf16 is fast: `roofline.products` measures its speed.
+        """Whether the device has instructions for bf16 (emulation does not count); None: unknown.
+
+        On a CPU, True does not mean that bf16 is fast: `roofline.products` measures its speed.
         """
         if self.kind == "cuda":
             return None if self.gpus[0].capability is None else self.gpus[0].capability >= (8, 0)
@@ -188,8 +190,9 @@ def version_of(package: str) -> str | None:
 
 
 def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
-    """Return (whether a machine has a feature that a claim needs, a text that says what is missing); the text is empty
-    if nothing is missing.
+    """Return (whether a machine has a feature that a claim needs, a text that says what is missing).
+
+    The text is empty if nothing is missing.
 
     Args:
         feature: one of `FEATURES`, e.g. "cuda".
@@ -275,10 +278,9 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
 
 
 def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
-    """Return (UUID, NVML handle) of a GPU, or of the MIG slice that CUDA shows as a GPU; the handle is None if NVML
-    does not know the GPU.
+    """Return (UUID, NVML handle) of a GPU, or of the MIG slice that CUDA shows as a GPU.
 
-    `ask`: the function that queries NVML, as `nvml` yields it.
+    The handle is None if NVML does not know the GPU. `ask`: the function that queries NVML, as `nvml` yields it.
     """
     for uuid in (gpu.uuid, f"MIG-{gpu.uuid[4:]}"):
         if handle := ask("nvmlDeviceGetHandleByUUID", uuid):
@@ -338,10 +340,10 @@ def nvml():
 
 @functools.cache
 def ask_driver(visible: str | None, order: str | None) -> tuple[list[Gpu] | None, str | None]:
-    """Return (the GPUs in CUDA's order, None).
+    """Return (the GPUs in CUDA's order, why the CUDA driver failed).
 
-    If the driver fails, return ([], the reason); without a CUDA driver, (None, None). `visible` and `order` are the
-    values of CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
+    The reason is None if the driver did not fail. If it failed, there are no GPUs: []. Without a CUDA driver both are
+    None. `visible` and `order` are the values of CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
     """
     library = "libcuda.so.1"
     try:
@@ -382,9 +384,10 @@ def read_cpu() -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
-    """Return (the CPU's short name, the features in `CPU_FEATURES` that it has); each is None if the text lacks it.
+    """Return (the CPU's short name, the features in `CPU_FEATURES` that it has); each is None if `text` lacks it.
 
-    `text`: /proc/cpuinfo on x86 or Arm (where a part number replaces the name), or the output of macOS's sysctl.
+    `text`: the content of /proc/cpuinfo on x86 or Arm, or the output of macOS's sysctl. On Arm it may have a part
+    number instead of a name: `ARM_CORES` translates it.
     """
     facts: dict[str, str] = {}
     for key, _, value in (line.partition(":") for line in text.splitlines()):
@@ -400,11 +403,10 @@ def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
 
 
 def cgroup_limits() -> tuple[int | None, int | None, float | None]:
-    """Return (this process's memory limit in bytes, the free bytes under this limit, the process's CPU quota in cores),
-    from cgroup v1 or v2.
+    """Return (memory limit in bytes, free bytes under this limit, CPU quota in cores) of this process.
 
-    Each is the smallest value of the process's cgroup and of all cgroups above it; None: no limit. Page cache that the
-    kernel can drop ("inactive_file") counts as free.
+    The values come from cgroup v1 or v2. Each is the smallest value of the process's cgroup and of all cgroups above
+    it; None: no limit. Page cache that the kernel can drop ("inactive_file") counts as free.
     """
     limit = left = quota = None
     for line in read(ROOT / "proc/self/cgroup").splitlines():

@@ -121,8 +121,7 @@ class Task(Record):
 
     @property
     def is_saved_quantized(self) -> bool:
-        """Whether the configuration file says that the weights were saved quantized. For a name on the Hub, only the
-        cached file is read."""
+        """Whether the configuration file (of a Hub model: the cached one) says that weights were saved quantized."""
         file = self._file() or self._cached_file()
         with contextlib.suppress(ValueError):  # `build_config` reports what is wrong with it
             return bool(file and configurations.read_config(file).get("quantization_config"))
@@ -145,7 +144,7 @@ class Task(Record):
 
     @property
     def _preset(self) -> dict[str, Any] | None:
-        """The entry in `PRESETS` that `model` names; None: it is a file, a folder or a name on the Hub."""
+        """The entry in `PRESETS` that `model` names; None: `model` is a file, a folder or a name on the Hub."""
         return PRESETS.get(_ALIASES.get(self.model, self.model))
 
     def _file(self) -> Path | None:
@@ -183,7 +182,7 @@ class Task(Record):
     def loss_objective(self) -> str:
         """The objective to train with, e.g. "contrastive"; "" means the loss of the model's own class.
 
-        This is the task's `objective`. If `objective` is empty and no `architecture` is given, it is the preset's.
+        This is the task's `objective` or, if `objective` is empty and no `architecture` is given, the preset's.
         """
         of_preset = (self._preset or {}).get("objective", "") if not self.architecture else ""
         return self.objective or of_preset
@@ -218,10 +217,10 @@ class Task(Record):
             raise ValueError(f"{shown(self.model)} is not a preset, a file or a folder, and {where}") from None
 
     def model_class(self, config=None) -> type:
-        """Return the class of transformers to train: `architecture`, otherwise the class that the configuration names,
-        otherwise the usual class for the configuration's model type.
+        """Return the class of transformers to train.
 
-        `config`: the task's configuration; None: build it.
+        The first of these that exists is taken: the task's `architecture`; the class that the configuration names;
+        the usual class for the configuration's model type. `config`: the task's configuration; None: build it.
 
         Raises:
             ValueError: there is no such class, or no data can be generated for the class that the configuration names.
@@ -239,8 +238,9 @@ class Task(Record):
         return found
 
     def _class_name(self, config) -> str:
-        """Return the name of the class that `model_class` returns, without importing the model's code; `config`: the
-        task's configuration. Raises ValueError: no class of this model type has the task's `loss_objective`.
+        """Return the name of the class that `model_class` returns, without importing the model's code.
+
+        `config`: the task's configuration. Raises ValueError if no class of this model type has the `loss_objective`.
         """
         name, known = self.architecture or next(iter(config.architectures or []), None), families.of_classes()
         if not self.architecture and (objective := self.loss_objective):
@@ -297,7 +297,7 @@ class Task(Record):
         return Weights(name, source, saved or (dict(quantization or {}) or None), by)
 
     def _dtype(self, config, requested: Any, where: str) -> tuple[Any, str]:
-        """Return (a type or its name, who chose it), see `weights`; `where`: the name of the configuration."""
+        """Return (a dtype or its name, text: what decides it), see `weights`; `where`: "preset" or the file's name."""
         if requested not in (None, "auto"):
             return requested, "requested"
         if (named := config.dtype) is not None:
@@ -314,9 +314,7 @@ class Task(Record):
         return configurations.dtype_of_files(cached.parent) if (cached := self._cached_file()) else None
 
     def _config_of_class(self):
-        """Return the configuration that the class to train takes: the whole model's, or one part's, e.g. the text
-        model's.
-        """
+        """Return the configuration that the class to train takes: the whole one or a part, e.g. the text model's."""
         config = self.build_config()
         if not config.sub_configs:  # asking for the class would import the model's code, and torch's compiler
             return config
@@ -368,8 +366,9 @@ class Task(Record):
         return sum(parameter.numel() for parameter in self.build_model(device="meta").parameters())
 
     def with_text(self, **fields) -> "Task":
-        """Return a copy of the task with `fields` replaced in its configuration; a composite configuration is changed
-        in its text part.
+        """Return a copy of the task with `fields` replaced in its configuration.
+
+        A composite configuration is changed in its text part.
         """
         config = self.build_config()
         text = families.text_of(config)
@@ -478,11 +477,10 @@ class Task(Record):
 
 
 def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
-    """Pad examples to the longest example, rounded up to a multiple of `multiple` tokens, and return them as a batch
-    with an attention mask.
+    """Return examples as one padded batch with an attention mask, {column: tensor}.
 
-    Token ids are padded with 0, and token labels with -100, which the loss ignores. The batch is {column: tensor}; its
-    token ids have the shape (samples, length).
+    The length is that of the longest example, rounded up to a multiple of `multiple` tokens. Token ids are padded with
+    0, and token labels with -100, which the loss ignores. Token ids have the shape (samples, length).
     """
     import torch
 

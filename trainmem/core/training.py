@@ -217,7 +217,8 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 def _with_decoder_inputs(examples: list[dict], model, collator: Callable) -> dict[str, Any]:
     """Return a batch with `decoder_input_ids`, as `DataCollatorForSeq2Seq(model=model)` does.
 
-    A model makes them of its labels, but the Trainer withholds the labels if it smooths them.
+    A model makes `decoder_input_ids` from the labels. With label smoothing, however, the Trainer removes the labels
+    from the batch before it calls the model.
     """
     batch = collator(examples)
     return {**batch, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])}

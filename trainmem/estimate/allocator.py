@@ -38,9 +38,9 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """Return the bytes of one cuBLAS workspace, which the caching allocator holds from the first matmul on.
 
     Each thread that runs matmuls has a workspace: in a training, the thread of the forward pass and autograd's thread.
-    CUBLAS_WORKSPACE_CONFIG, which `full_determinism` sets, has the KiB and the number of its buffers. Without it, a
-    workspace has 32 MiB on compute capability 9, 10 and 12, otherwise 2 buffers of 4096 KiB and 8 of 16 KiB
-    (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize).
+    The variable CUBLAS_WORKSPACE_CONFIG, which `full_determinism` sets, has the size in KiB and the number of the
+    workspace's buffers. Without the variable, a workspace has 32 MiB on compute capability 9, 10 and 12, otherwise
+    2 buffers of 4096 KiB and 8 of 16 KiB (ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize).
     """
     if buffers := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):
         return sum(int(size) * int(count) * KIB for size, count in buffers)
@@ -313,8 +313,9 @@ class CachingAllocator:
         return [segment for _, head in heads for segment in segment_runs(head, self._expands)]
 
     def _divided(self, size: int) -> int:
-        """Return the bytes of the block that holds `size` bytes under the option `roundup_power2_divisions` (torch:
-        roundup_power2_next_division).
+        """Return the bytes of the block that holds `size` bytes under the option `roundup_power2_divisions`.
+
+        Source: torch's roundup_power2_next_division.
         """
         steps = self._divisions[min(max(size.bit_length() - 21, 0), 15)]
         if steps <= 1 or size <= BLOCK_BYTES * steps:
@@ -323,8 +324,9 @@ class CachingAllocator:
         return next_multiple(size, step)
 
     def _cached(self, pool: Pool, size: int) -> Part | None:
-        """Take the smallest free block of at least `size` bytes out of `pool` and return it; None if no block suffices
-        (torch: get_free_block).
+        """Take the smallest free block of at least `size` bytes out of `pool` and return it.
+
+        Return None if no block suffices (torch: get_free_block).
         """
         free = pool.free
         index = bisect.bisect_left(free, (size,))
@@ -380,8 +382,9 @@ class CachingAllocator:
         return self._is_new(block)
 
     def _is_new(self, block: Part) -> Part:
-        """Give a block the number that torch gives to a newly created Block object, and return the block. The number
-        may decide which of several free blocks of one size is taken first.
+        """Give a block the number that torch gives to a newly created Block object, and return the block.
+
+        The number may decide which of several free blocks of one size is taken first.
         """
         self._made += 1
         block.age = self._made
@@ -401,11 +404,11 @@ class CachingAllocator:
         self._on_event("segment_free", block.address, block.size)
 
     def _released_enough(self, pool: Pool, size: int) -> bool:
-        """Release cached blocks of `pool` until `size` bytes have been freed; return whether that succeeded (torch:
-        release_available_cached_blocks).
+        """Release cached blocks of `pool` until enough bytes have been freed; return whether that succeeded.
 
-        Only blocks of at least max_split_size_mb are released: the smallest one of at least `size` bytes, or, if no
-        single block is large enough, several, largest first. With expandable segments nothing is released.
+        Enough is `size` or max_split_size_mb, whichever is larger. If one block has enough bytes, the smallest such
+        block is released. Otherwise blocks of at least max_split_size_mb are released, largest first. With expandable
+        segments nothing is released (torch: release_available_cached_blocks).
         """
         if self._expands:
             return False
@@ -422,11 +425,11 @@ class CachingAllocator:
     # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
     def _expanded(self, pool: Pool, size: int) -> Part | None:
-        """Return a free block of `pool`, grown to `size` bytes; None if there is no room (torch:
-        try_allocate_expandable_block).
+        """Return a free block of `pool`, grown to `size` bytes; None if there is no room.
 
-        If `size` exceeds the address range of one segment, the result is None. In this case, releases older than torch
-        2.15 take a new segment in vain, and map all of it if there is room; newer releases take none.
+        If `size` exceeds the address range of one segment, the result is None, too. Releases older than torch 2.15
+        nevertheless take a new segment in this case, and map all of it if there is room. From 2.15 on, no segment is
+        taken (torch: try_allocate_expandable_block).
         """
         if self._refuses_early and size > self._space[pool.page]:
             return None
@@ -440,8 +443,9 @@ class CachingAllocator:
         return block
 
     def _expandable(self, pool: Pool, size: int) -> Part:
-        """Return the free block of `pool` with the lowest address that can grow to `size` bytes, if necessary in a new
-        segment (torch: find_expandable_block).
+        """Return the free block of `pool` with the lowest address that can grow to `size` bytes.
+
+        If there is none, return the block of a new segment (torch: find_expandable_block).
         """
         for _, block in pool.unmapped:
             if block.previous is not None and block.previous.is_free:
@@ -458,8 +462,9 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Part, size: int) -> Part | None:
-        """Map memory to the first `size` bytes of an unmapped block; return the free block that holds them, or None if
-        there is no room (torch: map_block).
+        """Map memory to the first `size` bytes of an unmapped block; return the free block that holds these bytes.
+
+        Return None if there is no room (torch: map_block).
         """
         page = block.pool.page
         size = next_multiple(size, page)

@@ -96,8 +96,8 @@ def _question(arguments: Sequence) -> list[str] | None:
     """Return texts that identify an estimate's arguments: their repr, and further texts for files and tasks.
 
     The further texts are the time of change of each file that the arguments name, and the identity of each task.
-    Return None, so that nothing is stored, if an argument is a function or an optimizer of the user, or a model on the
-    Hub, because no text identifies such an argument in later processes.
+    Return None if one of the arguments is the user's own function, the user's own optimizer, or a model on the Hub: no
+    text identifies it in later processes. The answer is then not stored.
     """
     parts = [repr(arguments)]
     for each in (part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])):

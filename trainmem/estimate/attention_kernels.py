@@ -72,12 +72,12 @@ def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
 def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest, **__):
     """Return the memory requests of memory-efficient attention's backward, in order.
 
-    A tensor is a result, a number is the bytes of a buffer, and a `Free` releases a buffer. The first buffers,
-    if they are needed, are a contiguous copy of the gradient, and for grouped queries dK and dV per query head. For
-    inputs in fp32, a buffer then holds the product of gradient and output. The next buffer holds the sum of this
-    product for each query row. The last buffer holds dQ in fp32 in tiles, each with a header of 16 bytes; for wide
-    heads in 16 bits it also holds dK and dV in fp32. The size of a tile depends on the GPU's shared memory
-    (mem_eff_attention/kernel_backward.h).
+    A tensor is a result, a number is the bytes of a buffer, and a `Free` releases a buffer. The first buffer,
+    if needed, holds a contiguous copy of the gradient. For grouped queries, two buffers hold dK and dV per query head.
+    For inputs in fp32, a buffer holds the product of gradient and output. A further buffer holds the sum of this
+    product for each query row. The last buffer holds dQ in fp32 in tiles, each with a header of 16 bytes. For 16-bit
+    heads wider than a limit (128, 96 or 64, by the GPU and dropout), the last buffer also holds dK and dV in fp32. The
+    size of a tile depends on the GPU's shared memory (mem_eff_attention/kernel_backward.h).
     `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
@@ -126,9 +126,9 @@ def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
 def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
     """Return the memory requests of flash attention's backward, in order: result tensors, and bytes of buffers.
 
-    The buffers hold one fp32 sum per query row, then dQ in fp32 (if torch's algorithms are deterministic, one dQ for
-    each part of the keys); for grouped queries also dK and dV per query head (flash_attn/flash_api.cpp: mha_bwd).
-    `made`: the results on fake tensors.
+    The first buffer after the results holds one fp32 sum per query row, the second dQ in fp32. If torch's algorithms
+    are deterministic, the second buffer holds one dQ for each part of the keys. For grouped queries, two further
+    buffers hold dK and dV per query head (flash_attn/flash_api.cpp: mha_bwd). `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
     parts = -(-gpu.processors.count // (batch * heads)) if torch.are_deterministic_algorithms_enabled() else 1

@@ -1,8 +1,9 @@
 """Let the backward passes of an estimate for CUDA run autograd's nodes in the order in which a GPU runs them.
 
-Among nodes that are ready, autograd runs the one with the highest number first. A node gets the next number of the
-thread that makes it (ATen/SequenceNumber.h). On a CPU backward passes run in the thread that calls them. On a GPU they
-run in a thread of their own, so nodes that backward makes there for a later backward (`create_graph`) have low numbers.
+Among nodes that are ready, autograd runs the one with the highest sequence number first. Each thread numbers the nodes
+that it makes by a count of its own (ATen/SequenceNumber.h). On a CPU, backward passes run in the thread that calls
+them. On a GPU, backward passes run in a thread of their own. So the nodes that a backward pass makes there for a later
+backward pass (`create_graph`) have low numbers.
 """
 
 import functools
@@ -12,7 +13,7 @@ import torch
 
 
 class BackwardOrder:
-    """Give nodes made during backward passes the numbers that they would have on a GPU."""
+    """Give nodes made during backward passes the sequence numbers that they would have on a GPU."""
 
     def __init__(self):
         self._first = torch._C._autograd._get_sequence_nr()
@@ -20,7 +21,7 @@ class BackwardOrder:
         self._runs = False  # whether a backward pass runs
 
     def numbered(self, run: Callable) -> Callable:
-        """Return a function that does what `run` does, torch's function that runs a backward pass."""
+        """Return a function that renumbers nodes, then calls `run`, torch's function that runs a backward pass."""
 
         @functools.wraps(run)
         def call(outputs: Sequence[torch.Tensor], gradients, keeps_graph, makes_graph, *args, **options):
@@ -39,9 +40,9 @@ class BackwardOrder:
         return call
 
     def _renumber(self, nodes: list) -> None:
-        """Give these nodes, and all from which they were computed, a GPU's numbers; each node once.
+        """Give `nodes`, and all nodes that follow them in a backward pass, the sequence numbers of a GPU.
 
-        torch before 2.15 cannot do this: there the numbers stay as they are.
+        Each node is renumbered only once. In torch before 2.15, numbers cannot be changed and stay as they are.
         """
         seen = set()
         while self._spans and nodes:

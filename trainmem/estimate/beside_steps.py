@@ -26,10 +26,11 @@ _MADE = " "  # stands for a tensor that the operation made, in place of an input
 
 
 def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
-    """Return a context in which at most two batches of each shape are traced in an evaluation.
+    """Return a context in which an evaluation traces two batches of each shape, and others only if necessary.
 
-    For each later batch, the log entries of the second batch of its shape are repeated. They include new memory for the
-    predictions, because the Trainer keeps the predictions of all batches.
+    For each later batch of a shape, the log entries of the last traced batch are repeated. These entries include new
+    memory for the predictions, because the Trainer keeps the predictions of all batches. If such a repetition would
+    be wrong (see `FakeTracker.repeated`), the batch is traced instead.
     """
     from transformers import Trainer
 
@@ -151,11 +152,10 @@ def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
 
 
 def peaks(marks: list[tuple[str, int, int]], totals: np.ndarray, begins: np.ndarray, first: int) -> tuple:
-    """Return one tuple of five parts for each evaluation, save and load of a training.
+    """Return (phase, bytes at its start, peak bytes, operation at the peak, span) per evaluation, save and load.
 
-    The parts are: the phase; the live bytes when it begins; its highest live bytes; the index of the operation at this
-    peak; (index of the phase's first operation, index of its last operation + 1). Index 0 is the trace's first
-    operation.
+    The bytes are live bytes. The operation at the peak is an index: 0 is the trace's first operation. The span is a
+    pair of such indexes: of the phase's first operation, and of the first operation after the phase.
 
     Args:
         marks: the beginnings and ends of phases, each as (label, number of entries in the tracker's log so far, number

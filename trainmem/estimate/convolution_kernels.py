@@ -25,9 +25,9 @@ def _convolution_backward(
 ) -> list[Step]:
     """Return the memory requests of `convolution_backward`, in order: results (`made`), and bytes of buffers.
 
-    The results are the gradients of images, weights and bias; torch's own depthwise kernel makes the weights' gradient
-    first. Buffers hold copies of tensors in another memory format than the kernel's, and, after the bias' gradient,
-    its partial sums (native/Convolution.cpp: convolution_backward).
+    The results are the gradients of images, weights and bias, in this order; torch's own depthwise kernel makes the
+    weights' gradient first. A tensor in another memory format than the kernel's is copied into a buffer. The last
+    buffers hold partial sums of the bias' gradient (native/Convolution.cpp: convolution_backward).
     """
     layout = _layout_of_convolution(tensor, weight)
     rest = iter(made)
@@ -62,10 +62,11 @@ def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.
 def _is_torchs_own_depthwise(
     tensor: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> bool:
-    """Return whether a convolution is depthwise, and torch's own kernel for 1 or 2 dimensions, not cuDNN's, runs it.
+    """Return whether torch's own depthwise kernel, not cuDNN's, runs a convolution; False for 3 dimensions.
 
-    In a depthwise convolution each channel has its own filters. If True, the weights' gradient is made before the
-    images'. For volumes (3 dimensions) torch's own kernel makes it after the images', as cuDNN does: return False.
+    In a depthwise convolution each channel has its own filters. In 1 or 2 dimensions, torch's own kernel makes the
+    weights' gradient before the images' gradient. In 3 dimensions (volumes), torch's own kernel makes the
+    images' gradient first, as cuDNN does.
     Source: ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter.
     """
     if groups == 1 or tensor.shape[1] != groups or weight.shape[0] % groups:
@@ -108,8 +109,9 @@ def runs_cudnn(tensor, weight, bias, mean, variance, trains: bool) -> bool:
 def _batch_norm(gpu: Gpu, made, tensor, *rest, **__) -> list[Step]:
     """Return the memory requests of `native_batch_norm`, in order: the results (`made`), and bytes of buffers.
 
-    In torch's own kernel, blocks of threads share the sums of many rows in training (cuda/Normalization.cuh). cuDNN's
-    input, if it is neither contiguous nor channels last, is copied before the results.
+    In training, torch's own kernel has buffers for the partial sums of its blocks of threads, see `_shared_sums`
+    (cuda/Normalization.cuh). For cuDNN, an input that is neither contiguous nor channels last is copied into a buffer
+    before the results.
     """
     if runs_cudnn(tensor, *rest[:5]):
         return [*contiguous_copy(tensor, suggest_memory_format(tensor)), *made]
@@ -121,9 +123,10 @@ def _batch_norm_backward(
 ) -> list[Step]:
     """Return the memory requests of `native_batch_norm_backward`, in order: results (`made`), and buffers.
 
-    cuDNN, which runs in training only, computes all three gradients even if some are not wanted. For contiguous images
-    one of torch's own kernels does so, too. The others make two sums per channel, and the gradients of weight and bias,
-    before the input's gradient (cuda/Normalization.cu: batch_norm_backward_cuda).
+    cuDNN, which runs in training only, computes all three gradients; each that is not wanted takes a buffer. If images
+    are contiguous and their gradient is wanted, torch's own kernel takes no buffers. Before the input's gradient,
+    torch's other kernels make two sums per channel, which take buffers, and the gradients of weight and bias
+    (cuda/Normalization.cu: batch_norm_backward_cuda).
     """
     # torch's fake kernel returns the input's gradient even if it is not wanted.
     of_input, of_weights, channels = made[: wanted[0]], made[len(made) - sum(wanted[1:]) :], 4 * tensor.shape[1]
@@ -145,9 +148,9 @@ def _has_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _shared_sums(tensor: torch.Tensor, numbers: int) -> list[Step]:
-    """Return the bytes of two buffers, for the partial sums of a batch norm's blocks of threads, and for counters.
+    """Return the bytes of two buffers of a batch norm: partial sums of its blocks of threads, and their counters.
 
-    Return [] if the layout is not channels last, or if there are too few rows to share. `tensor`: rows or images.
+    Return [] if the layout is not channels last, or if the rows need fewer than 8 blocks. `tensor`: rows or images.
     `numbers`: how many numbers per channel a block's partial sum has (cuda/Normalization.cuh: flexible_launch_configs).
     """
     if not _has_channels_last(tensor):

@@ -178,7 +178,7 @@ def _foreach_allowed() -> Iterator[None]:
 
 
 def _with_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Return a function like `devices`, which returns kinds of devices, but whose list has "cpu", too."""
+    """Return a function that calls `devices`, and returns its list of kinds of devices with "cpu" added."""
     return lambda *args, **options: [*devices(*args, **options), "cpu"]
 
 

@@ -134,11 +134,12 @@ def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
     """Return the highest live bytes at each place of a training: {(phase, operation, module): bytes}.
 
     In the module's name, the layer's number is replaced by "first", "last" or, for all other layers, "between", so that
-    models of different depths have the same places. Operations outside all modules count only in the optimizer step and
-    in evaluations: elsewhere, the moment at which they run may depend on the number of layers.
+    models of different depths have the same places. Operations outside all modules are counted only in the optimizer
+    step and in evaluations. In the other phases, the moment at which such an operation runs may depend on the number of
+    layers.
 
     Args:
-        totals: (operations,): live bytes during each operation.
+        totals: live bytes during each operation, of shape (operations,).
         layers: number of the traced model's layers.
     """
     places: Places = {}

@@ -166,8 +166,8 @@ class DeviceTracker(FakeTracker):
     def _move_adapter(self, plain, layer, *args, **kwargs):
         """Let peft's function `plain` move an adapter to the device of its base layer.
 
-        If this device is the GPU, mark AdaLoRA's copied `ranknum` as trainable, because a real move by peft does so.
-        `layer`: the layer that has the adapter.
+        If this device is the GPU, mark AdaLoRA's `ranknum` as trainable. In a real move, peft copies `ranknum`, and its
+        copy is trainable. `layer`: the layer that has the adapter.
         """
         plain(layer, *args, **kwargs)
         weight = getattr(layer.get_base_layer(), "weight", None)  # SHADOW's base is a whole block: nothing moves
@@ -284,8 +284,7 @@ class DeviceTracker(FakeTracker):
         return result
 
     def _is_given_device_tensors(self) -> bool:
-        """Return whether a tensor on the device is among the arguments of the torch function that runs now, e.g. of
-        `pad_sequence`, whose C++ code makes its result by `full`."""
+        """Return whether the running torch function, e.g. `pad_sequence` (C++, calls `full`), got a device tensor."""
         tensors = (each for each in tree_iter(self.given) if isinstance(each, torch.Tensor))
         return self._places and any(map(self.is_on_device, tensors))
 
@@ -305,11 +304,11 @@ class DeviceTracker(FakeTracker):
                 self._hosted[storage._cdata] = weakref.ref(storage, forget)
 
     def _copy_into_base(self, gradient: torch.Tensor) -> None:
-        """Log that autograd copies `gradient` into a new gradient, and then frees `gradient`.
+        """Log that a new gradient is allocated as a copy of `gradient`, and that `gradient` is then freed.
 
-        `gradient` belongs to a view that was overwritten in place; the new gradient belongs to the view's base.
-        In a real training AsStridedBackward0 makes this copy. In a trace a dispatch mode is active. Autograd then
-        replays the view's operation on the base, which copies nothing, so the copy must be logged here.
+        `gradient` is that of a view that was overwritten in place. In a real training, AsStridedBackward0 copies it
+        into a new gradient of the view's base. In a trace, where a dispatch mode is active, autograd makes no copy: it
+        repeats the view's operation on the base. The copy must therefore be logged here.
         """
         storage = self._storage(gradient)
         if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():

@@ -1,9 +1,9 @@
 """Read from the arguments of torch's functions on which device a training wants its tensors, for estimates on CUDA.
 
 In an estimate for a GPU all tensors report the device "cpu", so their own device does not say where they would be.
-`DeviceArguments` is a function mode: torch calls it instead of each of its functions. It looks for a device among the
-arguments, e.g. in `tensor.to("cuda")` or `torch.zeros(3, device="cuda")`, and tells the tracker (`device`), which
-records the `Placement` of each tensor.
+`DeviceArguments` is a function mode: torch calls the mode instead of each of torch's functions. The mode looks for a
+device among the arguments, e.g. in `tensor.to("cuda")` or `torch.zeros(3, device="cuda")`, and passes what it finds to
+the tracker (`device`). The tracker records the `Placement` of each tensor.
 """
 
 import contextlib
@@ -55,7 +55,8 @@ class DeviceArguments(TorchFunctionMode):
     def _named(self, device: Any) -> Any:
         """Return `THE_DEVICE` if `device` names a GPU, otherwise `device`.
 
-        If a user's loop sends its tensors itself, a GPU's name also makes the tracker allow tensors on the GPU.
+        If the user's loop itself says where its tensors are, the tracker assumes at first that all are on the host.
+        After the first name of a GPU, the tracker allows tensors on the GPU.
         """
         made = user_cuda.device_argument(device)
         if self._tracker._places and made is not device:

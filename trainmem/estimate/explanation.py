@@ -48,14 +48,16 @@ Tensor = tuple[str, str, str, str]
 class Explanation:
     """Hold the difference of recipes A and B by argument, category and tensor.
 
-    For a category and for a tensor, a pair of numbers is (bytes in A, bytes in B). For an argument (`switches`), a
-    pair is the bytes that B's value adds to the peak: (after all earlier changes; as the only change, None: unknown).
+    For a category and for a tensor, a pair of numbers is (bytes in A, bytes in B). For an argument (`switches`), both
+    numbers are bytes that B's value adds to the peak: (if all earlier arguments have changed already, if no other
+    argument changes). The second number is None if it is unknown.
     """
 
     a: MemoryEstimate
     b: MemoryEstimate
-    # {arguments: (bytes after the switches before, alone in A)} from A to B; the first ones sum to the difference of
-    # the peaks. Arguments that are invalid without the next one are joined with it; None: not estimated, or invalid.
+    # {arguments: (bytes that B's value adds after all earlier changes, bytes that it adds alone)}; the first numbers
+    # sum to the difference of the peaks. Arguments that are invalid without the next one share an entry with the next
+    # one. The second number is None if it was not estimated, or if the change alone is invalid.
     switches: dict[str, tuple[int, int | None]]
     tensors: dict[Tensor, tuple[int, int]]  # alive at each peak, the largest difference first; these sum to the peaks
     warnings: dict[str, tuple[str, ...]]  # {"A" or "B": unexpected properties of its model and peak}
@@ -131,7 +133,7 @@ def explain(
             value to B's one by one: first the arguments in `b`, in their order, then those that only `a` has.
         processes: ranks of a data-parallel training.
         timeout: time limit of each estimate in seconds. There is one estimate for A, one after each change, and, if
-            there are few changes, one for A with each change alone.
+            there are at most 4 changes, one for A with each change alone.
         where: card, device, compute_capability, device_memory, allocator_settings, as in `estimate`.
 
     Raises:
@@ -175,8 +177,8 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
     """Return by how many bytes each argument raises the peak when it changes from recipe A's value to B's.
 
     The result is {argument: (bytes if all earlier arguments have changed already, bytes if no other argument changes)}.
-    The second number is None if it is unknown. If the recipe is not valid after a change until the next argument has
-    changed, too, both arguments get one entry, with the key "argument, next".
+    The second number is None if it is unknown. Some changes give a valid recipe only together with the change of the
+    next argument. Then both arguments share one entry, with the key "argument, next".
 
     Args:
         names: the arguments in which A and B differ, in order.
@@ -240,7 +242,7 @@ def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter)
 
     Args:
         experiment: the training.
-        made: its estimate.
+        made: the estimate of this training.
         sizes: {bytes: number of activations and temporaries of that size that are alive at the peak}.
     """
     arguments, task, memory = experiment.arguments, experiment.task, made.memory
@@ -368,11 +370,11 @@ class Witness:
 
     @functools.cache  # noqa: B019, it lives as long as its process
     def _forward_of(self, name: str) -> str:
-        """Return the first line, as file:line, of the forward of the module `name`, or of the module that holds the
-        parameter `name`.
+        """Return the first line, as file:line, of a module's forward.
 
-        If a library such as torch or peft defines that forward, return the line of the nearest enclosing module whose
-        forward is the model's or the user's code, or "" if there is none.
+        `name` is the name of the module, or of a parameter that the module holds. If a library such as torch or peft
+        defines that forward, return the line of the nearest enclosing module whose forward is the model's or the user's
+        code, or "" if there is none.
         """
         module = self._modules.get(name)
         code = module is not None and getattr(inspect.unwrap(type(module).forward), "__code__", None)

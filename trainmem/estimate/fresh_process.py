@@ -24,8 +24,9 @@ def ask(
 ) -> Any:
     """Call `function(*arguments, probe, tell)` in a fresh subprocess, and return its result.
 
-    `probe` measures operator workspaces; `tell` takes the percentage of the work that is done. If a command of the
-    command line runs, the result may be the stored answer to an earlier, equal question (see `answers`).
+    `probe` measures operator workspaces; `tell` takes the percentage of the work that is done. In the context
+    `answers.stored`, the result may be the stored answer to an earlier, equal question. Only commands of the command
+    line use this context.
 
     Args:
         function: the function to call, e.g. `peak_memory.estimate_experiment`.

@@ -27,7 +27,7 @@ _PAGED = 100_000  # bitsandbytes pages states from this many elements on (optim/
 
 
 def traced(arguments: Arguments) -> Arguments:
-    """Return the arguments to trace for a GPU.
+    """Return the training arguments with which a training is traced for a GPU.
 
     If the optimizer's package is missing, `optim` is replaced by another optimizer that has the same states.
     """
@@ -68,8 +68,9 @@ def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, st
 def _update_32bit(plain, optimizer: str, gradient, weight, *args, max_unorm: float = 0.0, **options):
     """Update a weight with `plain`, bitsandbytes' 32-bit update.
 
-    If `max_unorm` is above 0, the weight's norm is computed first and held during the update, as on a GPU. The
-    arguments after `plain` are those of bitsandbytes' update; `optimizer` is the name of an optimizer, e.g. "adam".
+    If `max_unorm` is above 0, the weight's norm is computed before the update, and its tensor is kept until the update
+    ends, as on a GPU. The arguments after `plain` are those of bitsandbytes' update; `optimizer` is the name of an
+    optimizer, e.g. "adam".
 
     Raises:
         Invalid: bitsandbytes has no kernel for this optimizer with gradients in bfloat16.
@@ -91,7 +92,7 @@ def _double_buffer(_, weight, dtype=torch.float32):
 def _paged(tracker: "DeviceTracker", plain, optimizer, weight, *args, **options):
     """Return a state for `weight`, made by `plain`, the function of bitsandbytes that makes an optimizer's states.
 
-    A large state of a paged optimizer is in memory that the driver pages, which does not count as the device's.
+    A large state of a paged optimizer is in memory that the driver pages. This memory does not count as the device's.
     """
     is_paged = optimizer.is_paged and weight.numel() >= _PAGED
     with tracker.placing(paged=is_paged):

@@ -35,9 +35,9 @@ class Kernels:
 
     Args:
         capability: the GPU's compute capability, e.g. (9, 0).
-        is_on_device: function of a tensor that returns whether it is on the GPU.
+        is_on_device: function of a tensor that returns whether the tensor is on the GPU.
         rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
-        is_on_host: function of a tensor that returns whether a user's loop left it on the host.
+        is_on_host: function of a tensor that returns whether the tensor is on the host in a user's own training loop.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Kernels:
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def _is_tritons(self, packet, args) -> bool:
-        """Return whether Triton computes the operation: outer products (torch/_native/ops/bmm_outer_product)."""
+        """Return whether Triton runs the operation, as it does outer products (torch/_native/ops/bmm_outer_product)."""
         return packet is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
@@ -181,12 +181,13 @@ class Kernels:
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
         """Return the memory requests of `index_put`, in order: the result (`made`), and bytes of buffers.
 
-        If it accumulates, the smallest and the largest index are compared with the bounds, then the values are sorted
-        by index and added (cuda/Indexing.cu: index_put_with_sort_kernel). Otherwise only the result is requested.
+        With `accumulate`, buffers are needed to compare the smallest and the largest index with the bounds, and then
+        to sort the values by index and add them (cuda/Indexing.cu: index_put_with_sort_kernel). Without `accumulate`,
+        or if indices are not int32 or int64, only the result is requested.
 
         Args:
             tensor, indices, values, accumulate: as in `index_put`.
-            unsafe: whether the bounds are not checked.
+            unsafe: if True, the indices are not compared with the bounds.
         """
         positions = [index for index in indices if index is not None]
         if not accumulate or not positions or positions[0].dtype not in (torch.int64, torch.int32):
@@ -213,11 +214,11 @@ class Kernels:
         return [WORD, WORD, *shared, *[Free(2)] * len(shared), 1, Free(2), 1, Free(2), Free(1), Free(0)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Return the memory requests of `cumsum`, in order: the result (`made`), and bytes of buffers.
+        """Return the memory requests of `cumsum` and `cumprod`, in order: the result (`made`), and bytes of buffers.
 
-        If the input has another type than the result, a buffer holds the input cast to the result's type. There is one
-        exception: transformers' count of tokens per expert needs no cast on a GPU, where its input is in int32. In the
-        trace, on a CPU, its input is in floats (transformers/integrations/moe.py).
+        If the input has another type than the result, a buffer holds the input cast to the result's type. The exception
+        is an fp32 input with an int32 result, as in transformers' cumulative sum of the tokens per expert. A trace sees
+        this sum as on a CPU; on a GPU the sum's input is in int32 and needs no cast (transformers/integrations/moe.py).
         """
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
@@ -271,8 +272,9 @@ class Kernels:
         return [*lengths, *rows, Free(0), Free(0), *made]
 
     def _distances_backward(self, made, gradient, first, second, *_, **__):
-        """Return the memory requests of `_cdist_backward`: the result (`made`), and a buffer with a row per pair of
-        rows, which is then summed (cuda/DistanceKernel.cu)."""
+        """Return the memory requests of `_cdist_backward`, in order: the result (`made`), and bytes of buffers.
+
+        A buffer has a row per pair of input rows; others hold partial sums of these rows (cuda/DistanceKernel.cu)."""
         pairs = *first.shape[:-2], second.shape[-2], *first.shape[-2:]
         like = torch.empty(pairs, dtype=first.dtype, device="meta")
         return [*made, like.nbytes, *self._reduction(0, made[0], like, -3)]
@@ -417,9 +419,9 @@ class Kernels:
 
 
 def _is_for_cublas(matrix: torch.Tensor) -> bool:
-    """Return whether cuBLAS can read a matrix, or matrices, where it is (cuda/Blas.cpp: prepare_matrix_for_cublas).
+    """Return whether cuBLAS can read a matrix, or a batch of matrices, without a copy.
 
-    Otherwise torch copies it first, e.g. an expanded gradient.
+    Otherwise torch copies the tensor first, e.g. an expanded gradient (cuda/Blas.cpp: prepare_matrix_for_cublas).
     """
     (high, wide), (down, right) = matrix.shape[-2:], matrix.stride()[-2:]
     fits = (down == 1 and right >= max(1, high)) or (right == 1 and down >= max(1, wide))

@@ -84,7 +84,7 @@ class WorstBatch:
 
     @property
     def weights(self) -> str:
-        """The weights' type, and what decided it."""
+        """The weights' type and what decided it, e.g. "weights in bfloat16 (config.json)"."""
         return self.estimate.weights
 
     @property
@@ -142,7 +142,7 @@ def worst_batch(
     timeout: float = 300,
     **arguments,
 ) -> WorstBatch:
-    """Find the batch of a data set that takes the most memory, and with a `card` whether it fits.
+    """Find the batch of a data set that takes the most memory; with a `card`, also find whether this batch fits.
 
     To trace all batches instead, use `estimate(Task(..., lengths=...))`.
 
@@ -188,9 +188,9 @@ def worst_batch(
 
         Two candidates are traced: the step with the largest micro-batch of all, and the step with the largest
         micro-batch if the first micro-batch of each step is ignored. The second candidate may peak higher, because
-        gradients exist from the second micro-batch on. If several steps have an equally large micro-batch, the
-        candidate is the step for which the sum of its tokens and the next step's tokens is largest, because the next
-        batch is loaded while a step runs.
+        gradients exist from the second micro-batch on. If several steps have an equally large micro-batch, the tokens
+        of each such step and of the step after it are added. The step with the largest sum is the candidate, because
+        the next batch is loaded while a step runs.
 
         Args:
             sizes: tokens in each micro-batch of each step, padding included.
@@ -218,8 +218,8 @@ def worst_batch(
         """Return (the largest batch size or sample length that fits the card, `Fits` for this size).
 
         Give `width` to find the largest number of samples in a batch. Give `rows` to find the largest length of the
-        samples; it is searched and returned in units of `pad_to_multiple_of` tokens (of 8 tokens if that is 1). If not
-        even size 1 fits, return (0, `Fits` for 1).
+        samples. The length is searched and returned in units of `pad_to_multiple_of` tokens, or of 8 tokens if
+        `pad_to_multiple_of` is 1. If not even size 1 fits, return (0, `Fits` for 1).
 
         To try a size, three equal steps are traced. All samples but the first of a batch are one token shorter, so that
         there is padding.

@@ -39,16 +39,17 @@ def _summed_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
     """Return the memory requests of a loss such as `soft_margin_loss`: the result (`made`), then bytes of buffers.
 
     The kernel writes the loss of each element into the result. If a mean or a sum is requested, a buffer of one number
-    holds it, further buffers hold partial sums, and the number is copied into the result, which keeps the memory of all
-    elements (cuda/Loss.cu, native/Loss.cpp: soft_margin_loss).
+    holds the mean or sum, and further buffers hold partial sums. The mean or sum is then copied into the result, which
+    still takes the memory of one number per element (cuda/Loss.cu, native/Loss.cpp: soft_margin_loss).
     """
     (result,) = made
     return made if result.dim() else [result, result.itemsize, *_shares(gpu, tensor, target)]
 
 
 def _huber_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
-    """Return the memory requests of `huber_loss`: for a mean or a sum, a buffer with the losses of all elements, the
-    result (`made`), and buffers for partial sums; with reduction="none" only the result (native/BinaryOps.cpp).
+    """Return the memory requests of `huber_loss`, in order; with reduction="none" only the result (`made`).
+
+    For a mean or a sum: the losses of all elements, the result, and buffers for partial sums (native/BinaryOps.cpp).
     """
     (result,) = made
     count = torch.broadcast_shapes(tensor.shape, target.shape).numel()

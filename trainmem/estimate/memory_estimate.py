@@ -1,4 +1,4 @@
-"""Define an estimate's device (`Device`) and its result: `MemoryEstimate`, and whether it `Fits` a card."""
+"""Define an estimate's device (`Device`) and result (`MemoryEstimate`), and whether a training fits a card (`Fits`)."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -60,7 +60,7 @@ class Fits:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Hold an experiment's estimated peak memory in bytes, and the assumptions made; `fits` tells if it fits a card."""
+    """Hold an estimate of peak memory in bytes and its assumptions; `fits` tells whether the training fits a card."""
 
     name: str  # in tables and pictures
     task: dict[str, Any]  # see `Task.to_dict`

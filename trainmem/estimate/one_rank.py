@@ -81,8 +81,9 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
         self.syncs_buffers = torch.is_grad_enabled() and self.syncs_gradients  # before the next forward
 
     def forward(self, *args, **kwargs):
-        """Run the module and return its output. With `find_unused_parameters`, return a copy, as
-        DistributedDataParallel does.
+        """Run the module and return its output.
+
+        With `find_unused_parameters`, return a copy of the output, as DistributedDataParallel does.
         """
         self._pre_forward()
         output = self.module(*args, **kwargs)
@@ -168,8 +169,9 @@ def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 class DeviceName(str):
-    """Name the modelled GPU for DeepSpeed: a text that torch reads as "cpu", and that `DeviceTracker` takes for the GPU
-    because of its class.
+    """Name the modelled GPU for DeepSpeed.
+
+    torch reads this text as "cpu". `DeviceTracker` takes it for the GPU, because the text's class is not plain `str`.
     """
 
 
@@ -180,7 +182,7 @@ def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> 
     In the context nothing waits for a stream.
 
     Args:
-        config: DeepSpeed's configuration, or its file.
+        config: DeepSpeed's configuration, or the path of a JSON file that contains it.
         empty_cache: called whenever DeepSpeed empties the allocator's cache.
 
     Raises:
@@ -220,8 +222,9 @@ def deepspeed_on_a_card(config: dict | str, empty_cache: Callable[[], None]) -> 
             return default
 
     def finding_none(kind):
-        """Return a context in which DeepSpeed's optimizer class `kind` skips no step: its method `has_overflow` still
-        searches for infinite gradients, but returns False.
+        """Return a context in which DeepSpeed's optimizer class `kind` skips no step.
+
+        The method `has_overflow` of the class still searches for infinite gradients, but returns False.
         """
         look = kind.has_overflow
 

@@ -57,8 +57,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Hold the workspace bytes of an operation at the size that the training uses, and how they were found: measured,
-    extrapolated from smaller sizes, or assumed.
+    """Hold the workspace bytes of an operation at the size that the training uses, and how they were found.
+
+    The bytes are measured, extrapolated from smaller sizes, assumed, or unknown.
     """
 
     bytes: int | None  # None if the operation cannot be run by itself
@@ -73,7 +74,7 @@ class Probe:
     """Measure and remember operator workspaces: `run` measures, `probe[operation]` looks one up.
 
     Args:
-        threads: number of threads of the experiment, each with its own buffers; None: torch's default.
+        threads: number of threads that torch uses, each with its own buffers; None: torch's default.
     """
 
     def __init__(self, threads: int | None = None):
@@ -106,8 +107,9 @@ class Probe:
     def run(self, operations: Sequence[Operation]) -> None:
         """Determine the workspaces of these operations, except those that are known already.
 
-        Put the important operations first: large operations whose workspace cannot be extrapolated are run at full size
-        only until `OWN_SIZE_SECONDS` are used up. The workspaces of later ones are assumed.
+        Large operations whose workspace cannot be extrapolated are run at full size, in the order of `operations`,
+        until `OWN_SIZE_SECONDS` are used up. The workspaces of later ones of this kind are assumed. `operations` should
+        therefore begin with the most important ones.
         """
         run = functools.partial(self._runner, threads=self.threads)
         tried: dict[tuple, _Tried] = {}
@@ -242,12 +244,11 @@ def resized(operation: Operation, factors: dict[int, int]) -> Operation:
 
 
 def _resized(leaf: Any, factors: dict[int, int]) -> Any:
-    """Return an operation's argument `leaf` with smaller lengths: each length in `factors`, {length: factor}, is
-    divided by its factor.
+    """Return an operation's argument `leaf` with smaller lengths.
 
-    In a tensor's `Spec` all lengths of its shape are divided, and the order of its dimensions in memory stays; a sparse
-    tensor keeps the fraction of its elements that are stored. A whole number is divided as a length. Other arguments
-    are returned unchanged.
+    `factors`: {length: factor}; each of these lengths is divided by its factor, and other lengths stay. Lengths are the
+    dimensions of a tensor's `Spec`, and whole numbers. The order of a tensor's dimensions in memory stays. A sparse
+    tensor keeps the fraction of its elements that are stored. Other arguments are returned unchanged.
     """
     if type(leaf) is SparseSpec:
         shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
@@ -267,8 +268,9 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
 
 @dataclass(slots=True)
 class _Tried:
-    """Hold an operation and its first runs, mostly on smaller tensors; calculate from these runs the operation's
-    workspace at its full size, the size that the training uses.
+    """Hold an operation and its first runs; calculate from these runs the operation's workspace at full size.
+
+    Full size is the size that the training uses. The first runs mostly use smaller tensors.
     """
 
     operation: Operation
@@ -306,8 +308,8 @@ class _Tried:
     def expected_seconds(self) -> float:
         """Return the seconds that the operation should take at full size.
 
-        They are the seconds of the smaller run `warm`, times (bytes at full size / bytes in this run) ** `_GROWTH`.
-        Without such a run, the operation is assumed to process `_SLOW_BYTES_A_SECOND`.
+        They are the seconds of the run `warm` at a smaller size, times (bytes at full size / bytes in this run) **
+        `_GROWTH`. Without the run `warm`, they are the bytes at full size / `_SLOW_BYTES_A_SECOND`.
         """
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
@@ -370,10 +372,10 @@ class Runner:
 
 
 def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
-    """Return the workspace in bytes and the seconds of each operation, run on zeros with `threads` threads; None for an
-    operation that failed.
+    """Run each operation on zeros with `threads` threads; return its workspace in bytes and its seconds.
 
-    Call it in a disposable process, because an operation may crash it.
+    The result for an operation that failed is None. Call this function in a disposable process, because an operation
+    may crash the process.
     """
     faulthandler.disable()  # an operation may crash this process, which is no error to report
     torch.set_num_threads(threads)

@@ -129,7 +129,7 @@ def trace_all(experiments: Sequence[Experiment], device: Device, probe: "Probe",
     return [_with_totals(each, trace, device, probe) for each, trace in zip(experiments, traces, strict=True)]
 
 
-_FEW = 2  # up to this many are traced in this process: a fork, and sending a trace back, take as long
+_FEW = 2  # up to this many experiments are traced in this process: forks that send traces back take as long
 _with: dict[str, Any] = {}  # arguments of `trace_of` in the process that traces
 
 
@@ -179,7 +179,7 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
 def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
     """Return (the trace of an experiment, the entries that the trace added to the cache of operations' results).
 
-    The cache is an `OperationCache`'s, the argument "known" in `_with`: {key: how to rebuild the result}.
+    The cache is the dictionary `_with["known"]`, see `OperationCache`: {key: how to rebuild the result}.
     """
     import torch
 
@@ -256,7 +256,7 @@ def _traced(
 
 @contextlib.contextmanager
 def _no_maps() -> Iterator[None]:
-    """Let bitsandbytes make its maps of values again, as in a fresh process: those of an earlier trace were sent."""
+    """Empty bitsandbytes' cache of maps for one trace, as in a fresh process: earlier traces sent the maps to a GPU."""
     functions = sys.modules.get("bitsandbytes.functional")
     with patch.dict(functions.name2qmap, clear=True) if functions else contextlib.nullcontext():
         yield
@@ -434,7 +434,8 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
     """Return the timeline of the last step; None if the step has fewer than two operations.
 
     The timeline is a dict of lists of equal length: "phase", "operation" and "module" of at most 200 operations, and
-    the bytes of each category then. `totals`: (operations,): all live bytes during each operation of the trace.
+    the bytes of each category at these operations. `totals`: all live bytes during each operation of the trace, shape
+    (operations,).
     """
     from trainmem.measure import memory_meter
 

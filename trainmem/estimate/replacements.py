@@ -1,7 +1,7 @@
 """Replace parts of torch and transformers during a trace, so that they run on fake tensors.
 
-Batches that would only repeat an earlier batch do not run. Enter these contexts in the subprocess of a trace (see
-`trace`).
+Batches that would only repeat an earlier batch do not run. Enter the contexts of this module in the subprocess of
+a trace (see `trace`).
 """
 
 import collections
@@ -156,7 +156,7 @@ def _plain_type(value) -> type:
 
 
 def fake_module_to(tracker: "FakeTracker") -> Callable:
-    """Return a replacement of `Module.to` that casts weights in place; torch's own cannot replace fake weights."""
+    """Return a replacement of `Module.to` that casts weights in place; torch's `to` cannot replace fake weights."""
 
     def to(module, *args, **options):
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **options)
@@ -175,8 +175,7 @@ def fake_module_to(tracker: "FakeTracker") -> Callable:
 
 
 def fake_casts(tracker: "FakeTracker") -> Iterator[tuple[Any, str, Callable]]:
-    """Yield (owner, name, replacement) for each method of a module that moves or casts its weights, see
-    `fake_module_to`."""
+    """Yield (class, method, replacement) for methods of `Module` that move or cast weights, see `fake_module_to`."""
     to = fake_module_to(tracker)
     yield torch.nn.Module, "to", to
     for name in ("half", "bfloat16", "float", "double"):
@@ -189,14 +188,15 @@ def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.Abstrac
 
     The micro-batches between them do not run. For a CPU, they have no entries in the log. For a GPU, the log entries of
     the second micro-batch are repeated for the third to the 32nd (`_REPEATED`), because the allocator's free blocks may
-    still change. Later ones have no entries. A micro-batch with a new shape, e.g. at the data's end, always runs.
+    still change. Later micro-batches have no entries. One with a new shape, e.g. at the data's end, always runs.
 
     Args:
         tracker: the tracker of the trace; its log gets the repeated entries.
         alike: whether micro-batches of one shape are equal, except that the first one makes the gradients. If so, the
             last micro-batch does not run either: the log entries of the second one are repeated for it. In later steps
             no micro-batch runs: the log entries of the first step are repeated. If the allocator's cache is emptied
-            every n steps (`torch_empty_cache_steps`), the first n steps are traced, and repeated later.
+            every n steps (`torch_empty_cache_steps`), the first n steps are traced, and later steps repeat their log
+            entries.
     """
     from transformers import Trainer
 

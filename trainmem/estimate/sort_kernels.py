@@ -1,8 +1,8 @@
 """List the memory requests of CUDA's kernels that sort, select and draw, see `kernels`.
 
-Each rule gets the GPU, `made` (the results on fake tensors) and the operation's arguments. It returns the requests in
-order: results, bytes of buffers, and `Free`s. Most of these kernels sort with CUB, in a buffer whose size depends on
-the GPU's compute capability.
+Each rule (a function in `RULES`) gets the GPU, `made` (the results on fake tensors) and the operation's arguments. The
+rule returns the requests in order: results, bytes of buffers, and `Free`s. Most of these kernels sort with CUB, in a
+buffer whose size depends on the GPU's compute capability.
 """
 
 import math
@@ -23,7 +23,7 @@ _SHARED_ROWS = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000)
 
 
 def _unique_at_once(gpu: Gpu) -> int:
-    """Return how many sorted elements a thread block takes to find the distinct ones: the `tile` of `scan_bytes`."""
+    """Return the `tile` for `scan_bytes`: the sorted elements in which one thread block looks for distinct ones."""
     return 4928 if gpu.capability >= (9, 0) else 1344 if gpu.capability == (8, 0) else 320
 
 
@@ -130,9 +130,10 @@ def _randperm(gpu: Gpu, made, *_, **__) -> list[Step]:
 def _multinomial(gpu: Gpu, made, tensor, count, replacement=False, *_, **__) -> list[Step]:
     """Return the memory requests of `multinomial`, in order: the result (`made`), and bytes of buffers.
 
-    If several samples are drawn with replacement, there are two buffers of the probabilities' size. Otherwise, small
-    buffers serve to check the probabilities. The next buffer has a random number for each probability. If several
-    samples are drawn, the last buffer has one number for each (native/Distributions.cpp, cuda/MultinomialKernel.cu).
+    If several samples are drawn with replacement, there are two buffers of the probabilities' size. In all other cases
+    small buffers serve to check the probabilities, and the next buffer has a random number for each probability. If
+    several samples are drawn without replacement, a last buffer has one number for each sample
+    (native/Distributions.cpp, cuda/MultinomialKernel.cu).
     """
     if replacement and count > 1:
         return [*made, tensor.nbytes, tensor.nbytes]
@@ -150,12 +151,13 @@ def _embedding_backward(
 ) -> list[Step]:
     """Return the memory requests of `embedding_dense_backward`, in order.
 
-    A tensor is a result (`made`), a number is the bytes of a buffer, and a `Free` releases a buffer. Up to 3072
-    indices are not sorted, unless `scale_by_frequency` is True. More indices are sorted in buffers before the
-    result is allocated. Then up to 10 gradients of equal indices are added to one partial sum in fp32, and the
-    partial sums of equal indices are added to the row of the index. One buffer holds all partial sums. If the
-    indices name few rows, and each row often, there are no partial sums: the gradients are added to the rows
-    directly, in an fp32 buffer if the result has 16 bits. `in_parts`: always use partial sums.
+    A request is a tensor (the result, `made`), a number (the bytes of a buffer), or a `Free`, which releases a buffer.
+    Up to 3072 indices are not sorted, unless `scale_by_frequency` is True. Otherwise the indices are sorted in buffers
+    before the result is allocated, and the sorted gradients are added up in one of two ways. Usually up to 10
+    gradients of equal indices are added to one partial sum in fp32, and the partial sums of equal indices are added to
+    the row of the index. One buffer holds all partial sums. If the indices name few rows, and each row often, the
+    gradients are added to the rows directly, in an fp32 buffer if the result has 16 bits. `in_parts`: always use
+    partial sums.
     Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
     """
     count, width = indices.numel(), gradient.shape[-1]
@@ -189,8 +191,9 @@ def _embedding_bag_backward(gpu: Gpu, made, gradient, indices, *rest, **__) -> l
 
 
 def _embedding_bag(gpu: Gpu, made, *_, **__) -> list[Step]:
-    """Return the results of `_embedding_bag` in the order in which the kernel makes them: the sizes of the bags,
-    the bag of each index, the sums, and the positions of the maxima (cuda/EmbeddingBag.cu)."""
+    """Return the results of `_embedding_bag` in the order in which the kernel makes them (cuda/EmbeddingBag.cu).
+
+    The order is: the sizes of the bags, the bag of each index, the sums, and the positions of the maxima."""
     sums, bags, sizes, maxima = made
     return [sizes, bags, sums, maxima]
 

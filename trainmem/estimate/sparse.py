@@ -1,5 +1,4 @@
-"""Handle sparse tensors (COO) in a trace: make the results of operations on them, and list the memory that CUDA's
-kernels request for these operations.
+"""Handle sparse tensors (COO) in a trace: make operations' results, and list the memory that CUDA's kernels request.
 
 A sparse tensor has no storage of its own: its bytes are the bytes of its indices and values. Positions are assumed to
 be distinct, as in peft's SHiRA and FRoD, so that coalescing keeps all elements.
@@ -24,11 +23,11 @@ def sparse_spec(tensor: torch.Tensor) -> SparseSpec:
 
 
 def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
-    """Return a sparse result with as many elements as the last sparse argument, e.g. the mask of `sparse_mask`.
+    """Return a sparse result with as many stored elements as the last sparse argument, e.g. the mask of `sparse_mask`.
 
     Args:
         function, args: the operator, and its positional arguments.
-        result: what torch's own fake kernel returned, which has no elements.
+        result: the result of torch's own fake kernel, which has no stored elements.
     """
     source = next((each for each in reversed(args) if isinstance(each, torch.Tensor) and each.is_sparse), result)
     in_order = function is aten._coalesce.default or (source.is_coalesced() and function is not aten.t.default)
@@ -41,7 +40,7 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
 def _of_parts(made, _, __, ___, indices, values, **____) -> list[Step]:
     """Return no memory requests: a sparse tensor made from indices and values shares their memory.
 
-    torch's fake kernel copies indices that are not fake; the result keeps them alive.
+    torch's fake kernel copies indices that are not fake. The result keeps the given indices and values alive.
     """
     made[0].made_from = indices, values
     return []
@@ -50,8 +49,9 @@ def _of_parts(made, _, __, ___, indices, values, **____) -> list[Step]:
 def _add(made, dense, other, *_, **__) -> list[Step]:
     """Return the memory requests of dense + sparse, in order: the result (`made`), and bytes of buffers.
 
-    Two buffers hold casts of the tensors, if their common type is not the dense tensor's. If the sparse tensor is not
-    coalesced, one buffer holds an index per stored element (cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda).
+    If the common type of both tensors is not the dense tensor's, two buffers hold casts of the tensors. If the sparse
+    tensor is not coalesced, one buffer holds an index per stored element (cuda/SparseCUDATensorMath.cu:
+    add_out_dense_sparse_cuda).
     """
     if not (isinstance(other, torch.Tensor) and other.is_sparse):  # a batch norm adds the number 1 to its counter
         return made

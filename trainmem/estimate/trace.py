@@ -239,14 +239,15 @@ class FakeTracker(Tracker):
         The live tensors are the loss and the new gradients of a micro-batch, or the predictions of an evaluation's
         batch. The new gradients become the `grad` of their weights.
 
-        Return None, and log nothing, if a repetition would be wrong: the batch left other memory allocated than the
-        live tensors and cuBLAS workspaces; the batch freed memory that was allocated before it; two of the live tensors
-        share memory; or a weight whose gradient is among the live tensors already has a gradient.
+        Return None, and log nothing, in four cases in which a repetition would be wrong. (1) The batch left memory
+        allocated that belongs neither to the live tensors nor to cuBLAS workspaces. (2) The batch freed memory that was
+        allocated before the batch. (3) Two of the live tensors share memory. (4) The gradient of a weight is among the
+        live tensors, but the weight already has a `grad`.
 
         Args:
             span: (start, end, live tensors) of the batch. `start` is (length of the log, number of operations) before
-                the batch, `end` is the same after the batch. Each live tensor is (the weight whose gradient it is, or
-                None; its `Spec`; its `Block`).
+                the batch, `end` is the same pair after the batch. Each live tensor is given as (weight, the
+                tensor's `Spec`, the tensor's `Block`). `weight` is None if the tensor is not a weight's gradient.
         """
         (start, first), (end, last), left = span
         entries, kept = self.log[start:end], {id(block) for *_, block in left}
@@ -459,8 +460,9 @@ def recorded(tracker: FakeTracker) -> Log:
 
 
 def _shared(operations: Iterable[tuple[Operation, int]]) -> Iterator[Operation]:
-    """Yield each operation with `made_bytes`, the bytes of its results, filled in. Equal operations are yielded as one
-    shared object, to save memory.
+    """Yield each operation with the bytes of its results in the field `made_bytes`.
+
+    Equal operations are yielded as one shared object, to save memory.
 
     Args:
         operations: pairs of an operation and the bytes of its results.

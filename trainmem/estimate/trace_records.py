@@ -145,7 +145,7 @@ class Log:
     emptied: tuple[int, ...] = ()  # numbers of events after which the allocator's cache is emptied
 
     def position(self, label: str) -> int:
-        """Return the number of events before the first mark with this label, e.g. "start"; 0 if there is none."""
+        """Return the number of events before the first of `marks` with this label, e.g. "start"; 0 if there is none."""
         return next((position for own, position in self.marks if own == label), 0)
 
 
@@ -181,7 +181,7 @@ class Trace:
     # operations as in `last_step`). Not everything that is live is made by an operation.
     apart: tuple[tuple[Phase, int, int, int, tuple[int, int]], ...] = ()
     log: Log | None = None  # of allocations and frees, on CUDA only
-    one_sided: "Trace | None" = None  # the same with one-sided routing of tokens to experts, if values decide it
+    one_sided: "Trace | None" = None  # the same with all tokens at the same experts, if values decide the routing
     assumes_masks: bool = False  # whether masks of unknown values were assumed to select all elements
     recurs: bool = False  # whether recurrent layers ran, which cuDNN runs on a GPU
     witnessed: Any = None  # added by `explanation.Witness`

@@ -66,7 +66,7 @@ def perform(number: str, function: Callable[..., Outcome], *arguments) -> Outcom
 def measured(
     experiment: Experiment, meters: Sequence[str], timeout: float, on_step: Callable[[int], None] | None = None
 ) -> Iterator[Outcome]:
-    """Run an experiment with one meter after the other; yield after each an outcome with the figures of all so far.
+    """Run an experiment with one meter after the other; after each, yield an outcome with all figures so far.
 
     Stop after the first meter that fails.
 

@@ -1,4 +1,4 @@
-"""Perform one job and send its result. This is the fresh subprocess that the fork server has forked.
+"""Perform one job in a fresh subprocess, which the fork server has forked, and send the job's result.
 
 The server (`server_process`) calls `perform`. The caller's side is in `forkserver`: it sends the job to the server, and
 reads the result.
@@ -33,8 +33,9 @@ _SHORT = 80  # bytes of a folder's path that leave room for a socket's name in i
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Hold what a fresh subprocess needs: its pickled job, and the working folder, environment, import path and number
-    of threads of its caller.
+    """Hold what a fresh subprocess needs: its pickled job, its temporary folder, and the caller's settings.
+
+    The settings are the working folder, the environment, the import path and the number of threads.
     """
 
     job: bytes  # pickled by cloudpickle

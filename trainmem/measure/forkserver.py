@@ -76,10 +76,10 @@ class ForkServer:
         """Return a usable server; if there is none, start one, without waiting for it.
 
         A server that was started before the last call of `optional_packages.offer` is replaced, because its libraries
-        cannot find the package that this call offered. The fresh subprocesses of the old server continue.
+        cannot find the package that `offer` added. The fresh subprocesses of the old server continue.
 
         Args:
-            with_bitsandbytes: import bitsandbytes after the first fork, because later jobs will need it.
+            with_bitsandbytes: a new server imports bitsandbytes after its first fork, because later jobs will need it.
         """
         with self._lock:
             if not self.running or not self.running.is_up_to_date():
@@ -115,7 +115,7 @@ class ForkServer:
 
 
 class RunningServer:
-    """Start a server, and end it with this process.
+    """Start a server that ends with this process, or use a server that is already running.
 
     Args:
         preload: names of the modules that the server imports.
@@ -159,17 +159,18 @@ class RunningServer:
             )
 
     def is_up_to_date(self) -> bool:
-        """Return whether the server is alive, belongs to this process, and was started after the last call of
-        `optional_packages.offer`.
+        """Return whether this process can still use the server.
+
+        This process started or joined it after the last call of `optional_packages.offer`, and has not seen it end.
         """
         if self._owner != os.getpid() or self._offered != optional_packages.offered():
             return False
         return not self.process or self.process.poll() is None
 
     def end(self) -> None:
-        """End the server and this process's fresh subprocesses of it, and remove their folders.
+        """End the server and all fresh subprocesses that this process started from it, and remove their folders.
 
-        Do nothing with another process's server, and in a fork of the process that started the server.
+        Do nothing if another process started the server, e.g. if this process is a fork of that process.
         """
         if self.process and self._owner == os.getpid():
             for fork in [*self.forks.values()]:
@@ -182,14 +183,15 @@ class RunningServer:
 def requested(
     address: str, request: server_process.Request, descriptors: list[int]
 ) -> tuple[connection.Connection, int]:
-    """Request a fork from a server; return (a connection, the fork's process id).
+    """Request a fork from a server; return (the connection to the server for this fork, the fork's process id).
 
     The fork is ended by `exit_code`, or by closing the connection.
 
     Args:
         address: address of the server.
         request: what the fork does.
-        descriptors: file descriptors for the fork: of standard output, standard error, and more for its function.
+        descriptors: file descriptors for the fork: of its standard output, of its standard error, then those that the
+            request's function gets as its first arguments.
 
     Raises:
         OSError, EOFError: the server was killed.
@@ -206,9 +208,10 @@ def requested(
 
 
 def exit_code(control: connection.Connection) -> int | None:
-    """End a fork, and close its connection; return its exit code, or None if the server was killed.
+    """End a fork, and close the connection `control`; return the fork's exit code, or None if the server was killed.
 
-    If the fork has already ended, only the processes that it left behind are ended. Either way its folder is removed.
+    If the fork has already ended, only the processes that it left behind are ended. In both cases the server removes
+    the fork's folder. `control`: the fork's connection, from `requested`.
     """
     with control, contextlib.suppress(OSError, EOFError):
         control.send("end")
@@ -217,8 +220,9 @@ def exit_code(control: connection.Connection) -> int | None:
 
 
 def course_address(environment: Mapping[str, str]) -> str:
-    """Return the address of a course's server from the variables `environment`; "" if there is none, or if no server
-    answers at it.
+    """Return the address of a course's server, as given by the environment variables `environment`.
+
+    Return "" if they give no address, or if no server answers at the address.
     """
     if address := environment.get(forked.COURSE_SERVER):
         with contextlib.suppress(OSError), connection.Client(address, "AF_UNIX"):
@@ -274,8 +278,8 @@ class CleanProcess(contextlib.AbstractContextManager):
 
         - ("step", number of a finished step)
         - ("turn", number of the step after which the process stopped): the process waits until `go` is called
-        - ("quiet", the part of the machine that the process requests, a `quiet.Need`): the process waits until `go` is
-          called, but with `Need.SHARE`, which gives a part back, it continues at once
+        - ("quiet", part of the machine that the process requests, as a `quiet.Need`): the process waits until `go` is
+          called. `Need.SHARE` is an exception: the process gives its part back, and continues at once
         - ("result", value that the job returned, or an `Outcome` that describes how the job or the process failed)
 
         Args:

@@ -33,7 +33,7 @@ _WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__
 
 
 def form(function, args: Sequence[Any], is_temporary: Callable[[torch.Tensor], bool]):
-    """Return the form in which autograd would do an operation if the training were not tracked: in place or as it is.
+    """Return the operator that autograd would run in an untracked training: `function`, or its form in place.
 
     Args:
         function, args: an operation of `FORMS`, and its positional arguments.
@@ -50,11 +50,12 @@ def form(function, args: Sequence[Any], is_temporary: Callable[[torch.Tensor], b
 
 
 def _is_in_place(function, target: Any, other: Any) -> bool:
-    """Return whether autograd holds the only reference to `target`, and would write the operation's result into it.
+    """Return whether autograd would write the result of an operation into its first argument, `target`.
 
-    Return False for an operation that Python code calls during backward, because it is not autograd's.
+    Autograd does so if it holds the only reference to `target`. Return False for an operation that Python code, not
+    autograd, calls during the backward.
 
-    `function`: a key of `FORMS`; `target`, `other`: its first two arguments.
+    `function`: the operation, a key of `FORMS`; `target`, `other`: the operation's first two arguments.
     """
     # In torch's csrc/autograd: `InputBuffer::accumulate`, and the formulas that check `areAnyTensorSubclassLike`.
     if torch.is_grad_enabled() or not isinstance(target, torch.Tensor) or not _is_autograds():

@@ -78,8 +78,8 @@ def in_turns(works: Sequence[Callable[[], object]], turns: int = 8) -> list[list
 def first_call(work: Callable[[], Any]) -> tuple[Seconds, Any]:
     """Call a function once, without a warm-up; return its seconds, as in `in_turns`, and its result.
 
-    The seconds include work that the function does only in its first call, e.g. compiling. In a course the call gets
-    one core for itself if this process computes with one thread; otherwise it gets the whole machine.
+    The seconds include work that the function does only in its first call, e.g. compiling. In a course the call
+    reserves a part of the machine: one core if this process computes with one thread, otherwise the whole machine.
 
     Raises:
         NeedsValues: in a rehearsal, after the call.
@@ -94,7 +94,7 @@ def first_call(work: Callable[[], Any]) -> tuple[Seconds, Any]:
 
 
 def _ended_children() -> object:
-    """Return the resources used by ended children of this process, a value that changes when another child ends."""
+    """Return a value that changes when a child of this process ends: the resource usage of all ended children."""
     if sys.platform == "win32":
         return None  # no course runs several lessons there
     import resource
@@ -151,10 +151,11 @@ def play(
 
     Args:
         names: names of the players, for messages.
-        players: iterators: each `next` runs the warm-up or a turn and returns None, or the outcome if the player ended.
+        players: iterators, see `Player`. The first `next` of a player runs its warm-up, each later `next` a turn.
+            `next` returns the outcome of the training if the training has ended, otherwise None.
         turns: timed turns per player.
         steps_per_turn: steps in a turn.
-        on_turn: called after each turn with the number of finished turns, the warm-up included.
+        on_turn: called after each warm-up and each turn, with the number of those that are finished.
     """
     outcomes: dict[int, Outcome] = {}
     for number, which in enumerate((*range(len(players)), *_order(len(players), turns)), 1):
@@ -175,8 +176,9 @@ def _fastest(timing: Timing, turns: int, steps_per_turn: int) -> list[Seconds]:
 
 
 class ThreadPlayer(threading.Thread):
-    """Run one of several interleaved experiments in a thread that stops after given steps; `next` runs it to the next
-    stop.
+    """Run one of several interleaved experiments in a thread that stops after given steps.
+
+    `next` lets the thread run until its next stop, or until the experiment ends.
 
     Args:
         perform: function that performs the experiment and returns its outcome. Its argument is a function, which it

@@ -35,16 +35,16 @@ class MemoryMeter:
     """Measure the peak memory of what runs inside `with MemoryMeter() as meter`; `meter.result()` returns it.
 
     The peak counts from the first forward on, so that building the model does not affect it. Enter the meter before
-    building the model: on a CPU, earlier allocations are not seen.
+    the model is built nevertheless: on a CPU the meter does not see memory that was allocated before it was entered.
 
     Args:
         categories: track every tensor, for the breakdown. On a CPU the total of such a run is too high. Therefore take
             the total from a run without categories, and add the breakdown of a run with categories to it by
             `Memory.explained`.
         on_cpu: whether the experiment uses the CPU although there is a GPU.
-        by_tensors: on a CPU, take tensors plus each operation's workspace as the total, so that one run gives the total
-            and the breakdown, whatever `categories` is. Use it for several ranks and for a data loader with workers,
-            whose allocations the profiler does not see in full.
+        by_tensors: on a CPU, take tensors plus each operation's workspace as the total. One run then gives the total
+            and the breakdown, even if `categories` is False. Use it for several ranks and for a data loader with
+            workers, because the profiler does not see all of their allocations.
         compiling_steps: for compiled code, the number of first steps that are not measured. Compiled code gets no
             breakdown. None: the code is not compiled.
     """
@@ -154,8 +154,9 @@ def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[Param
 
 @dataclass(slots=True)
 class _Account:
-    """Hold an allocator's totals during a training, in bytes: the peak, the total at each mark (where a phase begins or
-    ends), and the highest total during each operation.
+    """Hold an allocator's totals during a training, in bytes.
+
+    They are the peak, the total at each mark (where a phase begins or ends), and the highest total in each operation.
     """
 
     peak_bytes: int
@@ -183,8 +184,9 @@ class _Ran(NamedTuple):
 
 
 def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str, tuple[int, int]]:
-    """Return {phase outside of the steps: (peak in bytes, index of the operation at the peak)}. A phase whose peak is
-    not above the live bytes at its start is left out.
+    """Return {phase outside of the steps: (peak in bytes, index of the operation at the peak)}.
+
+    A phase whose peak is not above the live bytes at its start is left out.
 
     Args:
         tracker: the watcher of the training; its `marks` say where phases begin and end.
@@ -217,8 +219,9 @@ def profiled() -> Iterator[torch.profiler.profile]:
 
 
 def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, list[_Ran]]]:
-    """Return (the allocations and frees that the profiler saw, {name: the events that we recorded under this name}),
-    all in order of time.
+    """Return (the allocations and frees that the profiler saw, {name: the events that we recorded under this name}).
+
+    All of them are in order of time.
     """
     changes, marked = [], collections.defaultdict(list)
     for event in profile.profiler.kineto_results.events():
@@ -234,8 +237,9 @@ def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, li
 
 
 def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
-    """Return (times in ns, totals in bytes) of allocations and frees. The totals have one entry more, at the start: the
-    total before all changes.
+    """Return (times in ns, totals in bytes) of allocations and frees.
+
+    The totals have one entry more than the times: the first total, 0, is the one before all changes.
     """
     return [change.when for change in changes], [0, *itertools.accumulate(change.bytes for change in changes)]
 
@@ -343,8 +347,9 @@ def _is_gloo_at_work(thread: Path) -> bool:
 
 
 class _CudaWatcher(Watcher):
-    """Watch a training, and record bytes of the CUDA allocator: the total at each mark (the begin or end of a phase),
-    the peak in the whole training, and the peak in each phase outside of the steps, e.g. in an evaluation.
+    """Watch a training; record the CUDA allocator's bytes at each mark (the begin or end of a phase), and its peaks.
+
+    A peak is recorded for the whole training, and for each phase outside of the steps, e.g. an evaluation.
     """
 
     def __init__(self, **options):
@@ -403,9 +408,9 @@ class _CudaTracker(_CudaWatcher, Tracker):
 
 @contextlib.contextmanager
 def _recorded(file: str):
-    """Record the work of torch's CUDA allocator in this context, and write it to `file` as torch's own memory snapshot.
+    """Record the work of torch's CUDA allocator in this context, and write the record to `file`.
 
-    Only rank 0 writes it.
+    The file is torch's own memory snapshot. Only rank 0 writes the file.
     """
     memory = torch.cuda.memory
     memory._set_memory_metadata("rehearsed by perf-helpers: nothing was computed")
@@ -466,10 +471,10 @@ def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], total
 
 
 def _context_cost() -> int | None:
-    """Return the bytes of the CUDA context: what this process's first CUDA tensor adds to the device-used bytes, minus
-    what the allocator reserved for it.
+    """Return the bytes of the CUDA context, or None if NVML does not report the device-used bytes.
 
-    Return None if NVML does not report the device-used bytes.
+    The context's bytes are what this process's first CUDA tensor adds to the device-used bytes, minus what the
+    allocator reserved for this tensor.
     """
     before = hardware.device_used_bytes(index := torch.cuda.current_device())
     torch.ones((1, 1), device="cuda")

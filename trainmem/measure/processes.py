@@ -60,9 +60,9 @@ def execute(
 
 
 def _once(step: int) -> tuple[int, int]:
-    """Return the argument `turn` for a `CleanProcess` that stops only once, after `step` steps, until `go` is called.
+    """Return the value of `turn` with which a `CleanProcess` stops only once: after `step` steps, until `go` is called.
 
-    The argument is (`step`, steps until the next stop). The second number is so large that no training reaches it.
+    The value is (`step`, steps from this stop to the next). The second number is so large that no training reaches it.
     """
     return step, sys.maxsize
 
@@ -102,10 +102,10 @@ def _explained(first: Outcome, second: Outcome) -> Outcome:
 def _may_be_paired(experiment: Experiment) -> bool:
     """Return whether `account` may measure an experiment's memory and breakdown in two runs at the same time.
 
-    It may on a CPU with several cores, but not in a course, because other lessons use these cores. A user's function is
-    not run twice at the same time, because both runs could write to the same files. Some experiments need no second
-    run: compiled code has no breakdown, and an experiment with several ranks, DataLoader workers or DeepSpeed gets its
-    breakdown in the first run.
+    Two runs at the same time need a CPU with several cores. They are not allowed in a course, where other lessons use
+    the other cores. A user's function is not run twice at the same time, because both runs could write to the same
+    files. Some experiments need no second run: compiled code has no breakdown, and an experiment with several ranks,
+    DataLoader workers or DeepSpeed gets its breakdown in the first run.
     """
     machine = hardware.this_machine()
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
@@ -222,11 +222,10 @@ def side_by_side(
     processes: int = 1,
     at_once: int = 1,
 ) -> Outcome:
-    """Interleave experiments on the CPU inside one fresh subprocess, and repeat this in several subprocesses; see
-    `interleaving`.
+    """Interleave experiments on the CPU inside one fresh subprocess, and repeat this in several subprocesses.
 
-    The outcome's value is a nested list: value[process][experiment][turn] is (wall-clock seconds, CPU seconds) of the
-    turn's fastest step.
+    See `interleaving`. The outcome's value is a nested list: value[process][experiment][turn] is (wall-clock seconds,
+    CPU seconds) of the turn's fastest step.
 
     Args:
         turns: turns per experiment and process. In a turn an experiment runs `steps_per_turn` steps, then stops for the
@@ -322,8 +321,7 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
 
 
 def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
-    """Time an experiment while other experiments are stopped but keep their memory on the same device; return its
-    outcome.
+    """Return the outcome of an experiment, timed while others are stopped but keep their memory on the same device.
 
     The experiment ends with status "out of memory" as soon as torch's allocator has to release cached memory, because
     the experiment would then run more slowly than alone. `on_step`: called after each step with its number.

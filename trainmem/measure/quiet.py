@@ -1,10 +1,10 @@
 """Keep the machine quiet for code that reads a clock, in a course that runs several lessons at once.
 
 A lesson shares the machine with other lessons until it times something. Then it requests the part of the machine that
-it needs (`Need`): `Lab.compare`, `interleaving.in_turns` and the time meter send this request after their warm-up. A
-function with measure="none" sends it when it first calls a clock (`reserving`), or, if it has several ranks, before it
-starts. Between two of its experiments, a lesson releases its cores and waits in the queue again, so that lessons that
-already wait for a quiet machine can go first.
+it needs (`Need`): `Lab.compare`, `interleaving.in_turns` and the time meter send this request after their warm-up. For
+a function with measure="none" the request is sent when the function first calls a clock (`reserving`). If the function
+has several ranks, the request is sent before the function starts. Between two of its experiments, a lesson releases its
+cores and waits in the queue again, so that lessons that already wait for a quiet machine can go first.
 
 Each experiment runs in the context `experiment`, which does nothing outside a course. Experiments that run at the same
 time each use only a part of the cores, because threads that wait for a core would slow down all of them. A `QuietLock`
@@ -79,9 +79,9 @@ def timing(need: Need = Need.MACHINE) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_clocks() -> Iterator[None]:
-    """Make clock functions raise in this context if a notebook's function calls them without a reserved machine.
+    """Make clock functions raise in this context if a notebook's function calls them outside `timing`.
 
-    Without `timing`, which reserves the machine, other lessons may be running, so the times would be wrong.
+    `timing` reserves the machine. Outside `timing` other lessons may be running, so the times would be wrong.
 
     Raises:
         outcomes.Invalid: a notebook's function called a clock.
@@ -96,11 +96,11 @@ def no_clocks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reserving() -> Iterator[None]:
-    """Reserve the machine, or one of its cores, from the first time that the code in this context calls a clock until
-    the context ends.
+    """Reserve the machine, or one of its cores, from the first call of a clock in this context to the context's end.
 
-    What the code does before that, e.g. building a model, runs beside other lessons. One core is reserved if the clock
-    counts computing time and one thread computes; otherwise all are. Outside a fresh subprocess, nothing is reserved.
+    What runs before this call, e.g. building a model, runs beside other lessons. One core is reserved if two conditions
+    hold: the clock counts computing time, and only one thread computes. Otherwise the whole machine is reserved.
+    Outside a fresh subprocess, nothing is reserved.
     """
     process = os.getpid()
 
@@ -162,12 +162,13 @@ class QuietLock:
         self.waited_seconds: Counter[str] = Counter()  # for which each lesson waited for others
 
     def take(self, lesson: str, need: Need, cores: int = 1) -> None:
-        """Release the cores that a lesson has, then wait until the lesson gets the cores that it needs. If `leave` is
-        called for the lesson meanwhile, the lesson gets no cores.
+        """Release the cores that a lesson holds, then wait until the lesson gets the cores that it requests.
+
+        If `leave` is called for the lesson while it waits, the lesson gets no cores.
 
         Args:
             lesson: name of the lesson.
-            need: the part of the machine that no other lesson may use meanwhile: none, one core or all (`Need`).
+            need: the part of the machine that the lesson needs for itself: none, one core or all (`Need`).
             cores: number of cores on which the lesson's experiments compute.
         """
         with self._changed:
@@ -205,7 +206,7 @@ class QuietLock:
     def _has_room(self, need: Need, used: int) -> bool:
         """Return whether a lesson may start beside the lessons that hold cores now.
 
-        `need`: the part of the machine that it needs for itself. `used`: number of cores in use after its start.
+        `need`: the part of the machine that the lesson needs for itself. `used`: number of cores in use once it runs.
         """
         held = {held for held, _ in self._held.values()}
         if Need.MACHINE in held or (need is Need.MACHINE and held):
@@ -230,8 +231,9 @@ def entry(lesson: str, threads: int, address: str) -> dict[str, str]:
 
 
 def short_folder() -> str | None:
-    """Return a folder for sockets, because their names are limited to about 100 bytes; None: only the usual folder for
-    temporary files can be written to.
+    """Return "/tmp" as the folder for sockets, whose paths are limited to about 100 bytes.
+
+    If /tmp cannot be written to, return None, which means the usual folder for temporary files.
     """
     return "/tmp" if os.access("/tmp", os.W_OK) else None
 

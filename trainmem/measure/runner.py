@@ -87,8 +87,9 @@ class Runner:
             optimizer: function (model, training arguments) -> torch optimizer, for an optimizer that `optim` cannot
                 name; None: the optimizer that `optim` names.
             measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
-                meter, losses kept), or both; each has its own fresh subprocess, and "memory" usually has two: for the
-                peak, then for the breakdown by category. "peak" is "memory" without the breakdown, in one.
+                meter, losses kept), or both. Each has its own fresh subprocess. "memory" usually has two: the first for
+                the peak, the second for the breakdown by category. "peak" is "memory" without the breakdown, in one
+                subprocess.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
             steps: optimizer steps to time; None: the profile's.
             timeout: seconds per experiment; None: the runner's.
@@ -161,8 +162,8 @@ class Runner:
             name: the run's name; None: the function's.
             measure: as in `train`; or, to run the function without a meter, "value" or "none". "value" is
                 for a function of which you only want the result, e.g. the times from `interleaving.in_turns`. "none" is
-                for a function that, itself or in its ranks, measures time with a clock: in a course, other lessons wait
-                from its first call of a clock to its end.
+                for a function that measures time with a clock, or whose ranks do. In a course, other lessons wait until
+                this function ends: with one rank from its first call of a clock, with several ranks from its start.
             samples_per_step: samples per optimizer step, over all processes; needed for samples per second.
             use_cpu: whether the function uses the CPU although there is a GPU; then the CPU's memory is counted.
             task, processes, timeout: as in `train`.
@@ -202,8 +203,9 @@ class Runner:
         return self.keep(experiment, outcome)
 
     def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:
-        """Yield the outcome of the experiment after each meter in `measure`, until a meter fails.
+        """Yield an outcome after each meter in `measure`, with the figures of all meters so far, until a meter fails.
 
+        With an executor, only one outcome is yielded, after all meters.
         `timeout`: seconds per meter.
         """
         if self.executor:  # all meters run in one place

@@ -35,10 +35,11 @@ class Request:
 def serve(descriptor: int, parent: int, preload: Iterable[str], with_bitsandbytes: bool) -> NoReturn:
     """Import the libraries, then fork one process per connection until the parent process ends; never return.
 
-    The first message of a connection is (a `Request`, number of file descriptors that follow it). The descriptors are
-    those of the fork's standard output and standard error, and more for the request's function. The answer is the
-    fork's process id. At the next message, or at the end of the connection, the fork is ended with all processes that
-    it left behind, and its folder is removed. The answer is its exit code.
+    A caller connects and sends the tuple (a `Request`, number of file descriptors), then these descriptors: standard
+    output and standard error of the fork, and any others for the request's function. The server answers with the
+    fork's process id. When the caller sends another message, or closes the connection, the server ends the fork and
+    all processes that the fork left behind. The server then removes the fork's folder, and answers with the fork's
+    exit code.
 
     Args:
         descriptor: file descriptor of the listening socket, whose folder is removed at the end.
@@ -77,8 +78,8 @@ def _forked(request: Request, descriptors: list[int], inherited: list[connection
     """Fork a process, in a process group of its own, that calls the request's function; return its process id.
 
     Args:
-        request: the function, called with the descriptors after the first two, then with the request's arguments.
-        descriptors: file descriptors for the fork; they are closed here.
+        request: its function is called with all descriptors except the first two, followed by its arguments.
+        descriptors: of the fork's standard output, its standard error, and others; they are closed in the server.
         inherited: connections and sockets of the server; they are closed in the fork.
     """
     pid = os.fork()
@@ -103,8 +104,9 @@ def _forked(request: Request, descriptors: list[int], inherited: list[connection
 
 
 def _end(control: connection.Connection, forks: dict[connection.Connection, tuple[int, str]]) -> None:
-    """End the fork of a connection with all processes that it left behind, remove its folder and send its exit code.
+    """End the fork that belongs to the connection `control`, and send its exit code through this connection.
 
+    The processes that the fork left behind are ended, too, and the fork's folder is removed.
     `forks`: {connection: (process id, folder)} of all forks; this fork is removed from it.
     """
     pid, folder = forks.pop(control)
@@ -122,7 +124,7 @@ def end_children(but: Container[int] = ()) -> None:
     """End the children of this process except those whose ids are in `but`, and wait for them.
 
     The descendants of an ended child become children of this process (`forked.adopt_orphans`), and are ended as well.
-    A fresh subprocess that is still alive keeps its descendants.
+    A fork of the server that is still alive adopts its own orphaned descendants, so these are not ended.
     """
     while left := [child for child in psutil.Process().children() if child.pid not in but]:
         for child in left:
@@ -131,8 +133,9 @@ def end_children(but: Container[int] = ()) -> None:
 
 
 def import_libraries(preload: Iterable[str]) -> bool:
-    """Import the libraries of trainings and the modules named in `preload`, so that every later fork has them already;
-    return whether this machine has GPUs.
+    """Import the libraries of trainings and the modules named in `preload`; return whether this machine has GPUs.
+
+    Every later fork then has these modules already.
     """
     gc.disable()  # until all is imported, see `_import`
     has_gpus = bool(hardware.describe().gpus)

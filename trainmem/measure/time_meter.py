@@ -19,13 +19,13 @@ _timed: dict[int, "TimeMeter"] = {}  # active meters by thread
 
 
 class TimeMeter:
-    """Time each optimizer step that runs in `with TimeMeter() as meter`, including its work on the device; see
-    `meter.result`.
+    """Time each optimizer step that runs in `with TimeMeter() as meter`; `meter.result` returns the times.
 
-    On CUDA the clock is the device's own events, so measuring does not synchronize the steps.
+    The time of a step includes its work on the device. On CUDA the clock is the device's own events, so measuring does
+    not synchronize the steps.
 
     Args:
-        warmup_steps: steps left out at the start, at least 1 (nothing marks the beginning of the first step).
+        warmup_steps: steps left out at the start; at least 1, because the meter does not see the first step begin.
         on_step: called after each step with its number, outside of the timed interval. It may block, so that another
             experiment runs before the next step. None: not called.
     """
@@ -97,10 +97,10 @@ class TimeMeter:
 
 
 def _also_skipped(step: Callable) -> Callable:
-    """Wrap `step`, which is `GradScaler.step`, so that the meter also counts the steps that the scaler skips because
-    gradients overflow.
+    """Wrap `step`, which is `GradScaler.step`, so that the meter also counts the steps that the scaler skips.
 
-    In such a step the optimizer does not run, so torch's hooks of the optimizer do not see it.
+    The scaler skips a step if gradients overflow. The optimizer then does not run, so torch's hooks of the optimizer do
+    not see the step.
     """
 
     @functools.wraps(step)

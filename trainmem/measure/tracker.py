@@ -270,7 +270,7 @@ class Parameters:
     def counted(self) -> tuple[int, int]:
         """Return (number of elements of all weights, number of elements of trainable weights).
 
-        If models were freed, these are the most elements that existed at a forward pass or an optimizer's step.
+        If models were freed, both numbers are those of the forward pass or optimizer's step with the most elements.
         """
         own = [each for each in self if isinstance(each, torch.nn.Parameter)]
         sizes = [math.prod(getattr(getattr(each, "quant_state", None), "shape", each.shape)) for each in own]
@@ -287,8 +287,9 @@ def name_of(function) -> str:
 
 
 def parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among `values`. Instead of a tensor made of tensors (sparse, or quantized by torchao or
-    quanto), yield the tensors that it is made of.
+    """Yield the tensors among `values`, but replace each tensor made of tensors by the tensors in it.
+
+    Tensors made of tensors are sparse, or quantized by torchao or quanto.
     """
     for each in values:
         if hasattr(each, "__tensor_flatten__"):
@@ -336,9 +337,7 @@ def watched(tracker: Watcher) -> Iterator[Parameters]:
 
 
 def _replacements(hooks: "TrainingHooks") -> Iterator[tuple[Any, str, Callable]]:
-    """Yield (owner, name, replacement) for each function to replace: the module or class that has the function, the
-    function's name, and the method of `hooks` to call instead.
-    """
+    """Yield (module or class, name of its function, method of `hooks` to call instead) for each function to replace."""
     yield torch.autograd, "backward", hooks.backward
     for owner in (torch, torch.random):
         yield owner, "get_rng_state", hooks.get_rng_state
@@ -433,7 +432,7 @@ class TrainingHooks:
     def run_apart(self, phase: Phase, plain, *args, **kwargs):
         """Run `plain`, a method of the Trainer that evaluates, saves or loads, as a phase outside of the steps.
 
-        The forward passes in it do not belong to a step.
+        The forward passes in this phase do not belong to a step.
         """
         if self.tracker.phase in APART:
             return plain(*args, **kwargs)  # nested: the evaluation of one of several data sets
@@ -504,10 +503,10 @@ class TrainingHooks:
         return self.tracker.cloned(storage, plain(storage, *args, **kwargs))
 
     def update_cache(self, plain, cache, *args, **kwargs):
-        """Call `plain`, a method of a cache (`update` or `reorder_cache`). In inference, set the category of the keys
-        and values that the cache then holds.
+        """Call `plain`, a cache's method `update` or `reorder_cache`, and return its result.
 
-        The arguments of `update` are keys, values and the layer's index.
+        In inference, also give the category `KEY_VALUE_CACHE` to the keys and values that the cache then holds. The
+        arguments of `update` are keys, values and the layer's index.
         """
         kept = plain(cache, *args, **kwargs)
         if not torch.is_grad_enabled():

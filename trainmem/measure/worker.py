@@ -293,8 +293,9 @@ def _failed_rank(rank: int, code: int, ends: dict[int, Outcome | None], oom_kill
         rank: the first rank that failed.
         code: that rank's exit code.
         ends: {rank: the outcome with which it failed, or None if it ended normally}.
-        oom_kills: the number of processes that the kernel had killed for lack of memory when the ranks began, see
-            `outcomes.oom_kills`. If it has grown, a SIGKILL of the rank is reported as "out of memory".
+        oom_kills: the number that `outcomes.oom_kills` returned before the ranks began: how many processes the kernel
+            had killed for lack of memory. If this number has grown since then, a SIGKILL of the rank is reported as
+            "out of memory".
     """
     outcome = ends.get(rank) or outcomes.died(code, oom_kills)
     if outcome.status == "invalid":
@@ -321,10 +322,10 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
     Args:
         measure: name of the meter, e.g. "time".
         on_step: called by rank 0 after each step with the step's number; None: not called. A function with the
-            attribute `takes_turns` may block while an interleaved experiment runs.
+            attribute `takes_turns` may block while other experiments, which alternate with this one, run.
         folder: folder for the rank's files; the launcher removes it.
-        barrier: barrier of all ranks. If `on_step` may block, each rank waits at the barrier before and after rank 0
-            calls `on_step`, so that all ranks stop and continue together.
+        barrier: barrier of all ranks. If `on_step` has the attribute `takes_turns`, each rank waits at the barrier
+            before and after rank 0 calls `on_step`, so that all ranks stop and continue together.
         ends: queue that gets {rank: the outcome with which it failed, or None if it ended normally}.
     """
     import torch

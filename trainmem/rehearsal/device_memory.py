@@ -47,8 +47,9 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = memory_of) -> Any:
-    """Return the result of a function on the CPU, with each device tensor among its arguments replaced by
-    `values_of(tensor)`.
+    """Return the result of a function that is called on the CPU.
+
+    Each device tensor among the function's arguments is replaced by `values_of(tensor)`.
     """
 
     def moved(value: Any) -> Any:
@@ -67,8 +68,9 @@ def on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = 
 
 
 def compute(function: Callable, args: tuple, kwargs: dict, fresh: list[torch.Tensor]) -> bool:
-    """Compute an operation of the device on the CPU, and copy the results into `fresh`, the operation's result tensors;
-    return whether that succeeded.
+    """Compute an operation of the device on the CPU, and return whether that succeeded.
+
+    The results are copied into `fresh`, the operation's result tensors.
     """
     try:
         made = on_cpu(function, args, kwargs)

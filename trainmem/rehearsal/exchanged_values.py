@@ -3,8 +3,8 @@
 The ranks send each other small tensors with known values through torch's key-value store, and wait for each other at a
 barrier. Objects are exchanged, too, e.g. by `all_gather_object`: torch sends them as tensors of bytes.
 
-Each function below is the context manager of one collective: it does its part before and after the stub's collective,
-on all ranks of the group. It takes the collective's own arguments, by torch's names for them.
+Each context manager below belongs to a collective, and takes the collective's own arguments, by torch's names for them.
+It does its part before and after the stub's collective, on each rank that calls the collective.
 """
 
 import collections
@@ -33,7 +33,7 @@ _REDUCE = {  # from the values of all ranks, stacked
 
 
 def install(mode: Values) -> None:
-    """Let the ranks exchange known values in the collectives of `torch.distributed` that are listed here."""
+    """Let the ranks exchange known values in the collectives of `torch.distributed` that `exchanges` lists."""
     module, inside = distributed.distributed_c10d, threading.local()
 
     def exchanging(plain: Callable, exchange: Callable) -> Callable:
@@ -142,7 +142,7 @@ def _recv(mode: Values, tensor: Tensor, src=None, group=None, tag=0, group_src=N
 
 @contextlib.contextmanager
 def _send_and_receive(mode: Values, p2p_op_list: list) -> Iterator[None]:
-    """Send everything before waiting for anything, because the other rank may do the same."""
+    """Send all values before waiting for any: if two ranks waited for each other first, neither would send."""
     yield
     for is_sender in (True, False):
         for each in (each for each in p2p_op_list if (each.op.__name__ == "isend") == is_sender):
@@ -150,13 +150,13 @@ def _send_and_receive(mode: Values, p2p_op_list: list) -> Iterator[None]:
 
 
 def _between_two(mode: Values, tensor: Tensor, group, peer: int | None, rank: int | None, is_sender: bool) -> None:
-    """Send a small tensor of whole numbers to another rank, or wait for it, e.g. for the description of an object.
+    """Send a small tensor of whole numbers to another rank, or receive it from there, e.g. an object's description.
 
     Args:
         mode: this process's `Values`.
         tensor: the tensor to send or to write into.
-        group, peer: the group and the other rank's number in it; None: take `rank`.
-        rank: the other rank's number among all; None: any rank, whose values stay unknown.
+        group, peer: the group, and the other rank's number in the group; `peer` None: `rank` says which rank it is.
+        rank: the other rank's number among all ranks; None: it may be any rank, and its values stay unknown.
         is_sender: whether this rank sends.
     """
     group = group or distributed.group.WORLD
@@ -173,17 +173,18 @@ def _between_two(mode: Values, tensor: Tensor, group, peer: int | None, rank: in
 
 
 def _is_sent(tensor: Tensor, ranks: int = 1) -> bool:
-    """Return whether the ranks exchange the values of `tensor`: whether it is small enough, in view of its type.
+    """Return whether `tensor` is small enough for the ranks to exchange its values.
 
+    The limit is `LARGEST_FLOAT` elements, or, for whole numbers and booleans, `LARGEST_SENT` bytes in one collective.
     `ranks`: how many tensors of this type and size the ranks exchange in the collective.
     """
     return (tensor.dtype in EXACT and tensor.nbytes * ranks <= LARGEST_SENT) or tensor.numel() <= LARGEST_FLOAT
 
 
 def _from_all(mode: Values, tensor: Tensor, sent: bytes, group) -> list[bytes]:
-    """Send this rank's values, `sent`, to all ranks of a group, and return what each rank sent: see `_packed`.
+    """Send this rank's packed values, `sent`, to all ranks of a group, and return what each rank sent (see `_packed`).
 
-    Return an empty list if the tensors, which are like `tensor`, are too large to be exchanged.
+    `tensor`: has the type and size of each rank's tensor. If it is too large to be exchanged, return an empty list.
     """
     group = group or distributed.group.WORLD
     everyone = [*range(group.size())]
@@ -191,13 +192,13 @@ def _from_all(mode: Values, tensor: Tensor, sent: bytes, group) -> list[bytes]:
 
 
 def _receive(mode: Values, tensors: list[Tensor], packed: list[bytes]) -> None:
-    """Write received values into tensors; if the values of one rank are unknown, note all tensors as unknown."""
+    """Write received values into `tensors`; if the values of any rank are unknown, note that those of all are."""
     for content, tensor in zip(packed, tensors, strict=False):
         _unpack(mode, content if all(packed) else b"", tensor)
 
 
 def _exchange(mode: Values, group, kind: str, sent: dict[int, bytes], wanted: list[int]) -> list[bytes]:
-    """Put the contents of `sent` into the ranks' key-value store; wait for the contents `wanted` and return them.
+    """Put the contents of `sent` into the ranks' key-value store; wait for the keys `wanted`; return their contents.
 
     Args:
         mode: this process's `Values`, which counts the collectives.

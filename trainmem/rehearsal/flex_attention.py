@@ -1,7 +1,7 @@
 """Allocate what flex attention's compiled kernels allocate, where a program compiles flex attention.
 
 A rehearsal runs nothing that torch.compile compiles. Uncompiled, flex attention allocates all scores; its compiled
-kernels allocate none. Source of their blocks: torch/_inductor/kernel/flex/flex_attention.py.
+kernels allocate no scores. Source of the kernels' allocations: torch/_inductor/kernel/flex/flex_attention.py.
 """
 
 import importlib
@@ -12,9 +12,10 @@ import torch
 
 
 def install(answers: Counter[str]) -> None:
-    """Replace torch's uncompiled flex attention on CUDA; a call that a program does not compile stays as it is.
+    """Replace those calls of flex attention on CUDA that a program compiles, but a rehearsal runs uncompiled.
 
-    `answers`: counts what a rehearsal assumed; each replaced call is added to it.
+    Calls that the program itself does not compile stay as they are. `answers`: counts what a rehearsal assumed; each
+    replaced call adds 1 to the count about flex attention.
     """
     from torch._C import DispatchKey
 
@@ -56,7 +57,7 @@ def install(answers: Counter[str]) -> None:
 def _is_compiled() -> bool:
     """Return whether a function that a program compiled is running.
 
-    Called uncompiled, flex attention compiles a function of its own, which does not count.
+    Flex attention itself compiles one function when it is called uncompiled. This function does not count.
     """
     frame, count = sys._getframe(1), 0
     while frame is not None:

@@ -78,8 +78,9 @@ _TAKES_TYPE = {"to", "type_as"}  # they may take device and type, but no values,
 
 
 class Values(TorchFunctionMode):
-    """Track which tensors have known values while this function mode is on. Compute small device tensors on the CPU if
-    the values that they are made from are known.
+    """Track which tensors have known values while this function mode is on.
+
+    A small device tensor is computed on the CPU if the values from which it is made are known.
 
     Args:
         assumes: whether code that reads an unknown value gets an assumed value; otherwise the read raises `NeedsValues`
@@ -161,7 +162,7 @@ class Values(TorchFunctionMode):
         self._embeddings.clear()
 
     def _call(self, function, types, args, kwargs):
-        """Call a function of torch, or answer in its place, and note which of its results are known."""
+        """Call a function of torch, or return a result without this call; note which results are known."""
         name = getattr(function, "__name__", "")
         if name == "__get__":
             return function(*args, **kwargs)
@@ -205,17 +206,18 @@ class Values(TorchFunctionMode):
         return made
 
     def _run(self, function, args, kwargs, given):
-        """Call a function that may need a library for which the stub does not answer.
+        """Call a function that may need a CUDA library that a rehearsal does not support.
 
-        If values are assumed, the stub of cuFFT and cuSPARSE answers after their first refusal, with no workspace. For
-        other libraries, e.g. cuSOLVER, the result is made in its shape, unless a gradient will be needed.
+        If values are assumed, the first error of a library makes the stub accept cuFFT and cuSPARSE from then on,
+        without workspaces, and the function is called again. After any other such error, e.g. of cuSOLVER, the
+        result is a tensor of the right shape without values.
 
         Args:
             function, args, kwargs: the function, e.g. `torch.linalg.qr`, and its arguments.
             given: the tensors among the arguments.
 
         Raises:
-            NeedsLibrary: values are not assumed, or the shape of the result is not known.
+            NeedsLibrary: values are not assumed, a gradient will be needed, or the result's shape is not known.
         """
         try:
             return function(*args, **kwargs)
@@ -305,7 +307,7 @@ class Values(TorchFunctionMode):
             self.mark(False, *tensors_of((args[:1], kwargs.get("out"))))
 
     def _has_no_sign(self, given: Any) -> bool:
-        """Return whether no tensor and no number among the arguments `given` is negative."""
+        """Return whether every tensor and number among the arguments `given` is known not to be negative."""
         numbers = [leaf for leaf in tree_leaves(given) if isinstance(leaf, int | float)]
         if any(isinstance(number, Unknown) or number < 0 for number in numbers):
             return False
@@ -344,8 +346,9 @@ class Values(TorchFunctionMode):
         raise NeedsValues(WHY)
 
     def _passing(self, frame: FrameType) -> bool | None:
-        """Return the truth value that passes the check of unknown values in `frame`, see `passing_answer`, and count
-        it. None: there is no check, or values are not assumed and the check is not a library's.
+        """Return the truth value with which the check in `frame` passes (see `passing_answer`), and count the check.
+
+        Return None if there is no check. Without assumed values, return None also if `frame` runs no library's code.
         """
         if not self.assumes and not is_library(frame.f_code.co_filename):
             return None
@@ -357,12 +360,12 @@ class Values(TorchFunctionMode):
         """Return the assumed result of a function that reads an unknown value, and count the assumption in `answers`.
 
         A comparison of tensors returns False. Other functions read 1 from a floating-point tensor, 0 from a tensor of
-        whole numbers, and False from a mask. Call it only if this object was made with `assumes=True`.
+        whole numbers, and False from a mask. Call this method only if the object was made with `assumes=True`.
 
         Args:
             function: the torch function that reads, e.g. `torch.Tensor.item`.
-            name: its name, e.g. "item".
-            args, kwargs: its arguments; the first is a tensor.
+            name: the function's name, e.g. "item".
+            args, kwargs: the function's arguments; the first is a tensor.
         """
         tensor, is_float = args[0], args[0].dtype not in EXACT
         if name in _COMPARES:
@@ -385,13 +388,13 @@ class Values(TorchFunctionMode):
         return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
     def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor, caller: str) -> bool:
-        """Write assumed values into `made`, a mask or positions that a function made from unknown values; return
-        whether values were written.
+        """Write assumed values into a function's result, if it is a mask or positions; return whether this was done.
 
-        All later reads get these values: False for a mask; 0, 1, 2, ... for positions from a function that sorts or
-        samples (`topk`, `multinomial`); 0 for other positions. A token that transformers generates is from the middle
-        of the vocabulary, because the first ones have special meanings, such as padding. Nothing is written if `made`
-        is empty, has more than `LARGEST` elements, or is neither boolean nor of whole numbers with 16, 32 or 64 bits.
+        The function was called with unknown values. All later reads of its result get these values: False for a mask;
+        0, 1, 2 and so on for positions from a function that sorts or samples (`topk`, `multinomial`); 0 for other
+        positions. A token that transformers generates is from the middle of the vocabulary, because the first tokens
+        have special meanings, such as padding. Nothing is written if `made` is empty, has more than `LARGEST` elements,
+        or is neither boolean nor of whole numbers with 16, 32 or 64 bits.
 
         Args:
             name, args, kwargs: the function's name, e.g. "topk", and its arguments.
@@ -420,8 +423,9 @@ class Values(TorchFunctionMode):
         return True
 
     def _sized_by_values(self, function, args, kwargs, given):
-        """Call a function whose result has a size that depends on values: compute the result on the CPU, move it to the
-        device and return it.
+        """Call a function whose result has a size that depends on values; return the result on the device.
+
+        Usually the result is computed on the CPU and then moved to the device.
 
         Args:
             function, args, kwargs: the function that was called, e.g. `torch.unique`, and its arguments.
@@ -450,8 +454,9 @@ class Values(TorchFunctionMode):
         return tree_map_only(torch.Tensor, lambda tensor: self._arrive(tensor, device), made)
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return the positions of a mask's True elements, in place of `aten.nonzero` for device tensors. torch calls
-        `aten.nonzero` whenever code indexes with a mask, in the backward pass, too.
+        """Return the positions of a mask's True elements, in place of `aten.nonzero` for device tensors.
+
+        torch calls `aten.nonzero` whenever code indexes with a mask, also in the backward pass.
 
         Raises:
             NeedsValues: the values of the mask are unknown, and this object does not assume values (`assumes=False`).
@@ -483,7 +488,7 @@ class Values(TorchFunctionMode):
 
 
 def _legacy_type(kind: Any) -> Any | None:
-    """Return a replaced old type of CUDA tensors, given by itself or by its name, e.g. "torch.cuda.LongTensor"."""
+    """Return the `LegacyType` that `kind` is or names (e.g. "torch.cuda.LongTensor"); None for any other `kind`."""
     if isinstance(kind, str) and kind.startswith("torch.cuda."):
         kind = getattr(torch.cuda, kind.rpartition(".")[2], None)
     return kind if hasattr(kind, "plain") else None
@@ -502,11 +507,12 @@ def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def is_small(tensor: torch.Tensor, made_by: str, given: Sequence[torch.Tensor] = ()) -> bool:
-    """Return whether a tensor has few enough elements to be computed: at most `LARGEST`, or `LARGEST_FLOAT` if it holds
-    floats.
+    """Return whether a tensor has few enough elements to be computed.
 
-    A float tensor has the limit `LARGEST`, too, if it is a mask as numbers: if the function named `made_by` gives all
-    its elements one value, e.g. `zeros`, or if a tensor in `given`, from which it is made, holds whole numbers.
+    The limit is `LARGEST` elements for whole numbers and booleans, and `LARGEST_FLOAT` for floats. A float tensor that
+    may be a mask as numbers has the limit `LARGEST`, too. There are two such cases: the function named `made_by` gives
+    all elements one value, e.g. `zeros`; or one of the tensors `given`, from which the float tensor is made, holds
+    whole numbers or booleans.
     """
     is_mask = tensor.dtype in EXACT or made_by in _OF_ONE_VALUE or any(each.dtype in EXACT for each in given)
     return tensor.numel() <= (LARGEST if is_mask else LARGEST_FLOAT)

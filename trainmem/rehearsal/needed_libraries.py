@@ -28,11 +28,11 @@ def explained(error: RuntimeError) -> RuntimeError:
 
 
 def shaped(function: Callable, args: tuple, kwargs: dict, why: str) -> Any:
-    """Return the result of a function of the device in its shape, without values and without calling a CUDA library.
+    """Return the result of `function` as device tensors of the right shapes without values; call no CUDA library.
 
     Args:
         function, args, kwargs: the function, e.g. `torch.linalg.qr`, and its arguments.
-        why: the message of the error.
+        why: the message of `NeedsLibrary`.
 
     Raises:
         NeedsLibrary: torch does not know the shape of the result.

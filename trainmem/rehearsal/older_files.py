@@ -1,8 +1,8 @@
 """Keep a user's files: what a rehearsed program overwrites, renames or deletes is put back after the program's end.
 
 A file that is older than the rehearsal may be a result of a real run, e.g. a checkpoint in the program's output folder.
-Instead of overwriting or deleting it, a rehearsal renames it; the program sees the same as if it were gone. Only what
-Python's own functions do is noticed, not what a command does that the program starts, e.g. `rm`.
+Instead of overwriting or deleting such a file, a rehearsal renames it, so that nothing is left at the file's path. Only
+changes by Python's own functions are noticed. Changes by a command that the program starts, e.g. `rm`, are not.
 """
 
 import builtins
@@ -19,8 +19,9 @@ from typing import Any
 class OlderFiles:
     """Rename files from before the rehearsal that this process wants to overwrite or delete.
 
-    `undo` lists in their order the renamed files and folders: [present path, path before]. `opened` has the paths of
-    the files that the process opened to write bytes.
+    `undo` has [present path, earlier path] of each renamed file or folder, in the order of the renamings. `opened` has
+    the paths of the files that the process opened to write bytes. `install` replaces Python's functions by methods of
+    this object; the argument `plain` of such a method is the function that the method replaces.
 
     Args:
         changed: called after each change of `undo`, with no arguments.
@@ -49,11 +50,11 @@ class OlderFiles:
         return False
 
     def is_aside(self, name: str) -> bool:
-        """Return whether the program has overwritten or deleted this file or folder, or a folder above it."""
+        """Return whether the program has overwritten or deleted what is now at `name`, or a folder above it."""
         return any(name == each or name.startswith(each + os.sep) for each in self.aside)
 
     def set_aside(self, path: Any) -> None:
-        """Rename a file, if it is from before the rehearsal, so that the process can write another one to its path."""
+        """Rename a file from before the rehearsal, so that the process can write another file to the same path."""
         name = _absolute(path)
         if self.is_older(name) and os.path.isfile(name):
             self._rename(name)
@@ -69,7 +70,7 @@ class OlderFiles:
         self.changed()  # now, because this process may be killed
 
     def open(self, plain: Callable, file: Any, mode: str = "r", *args, **kwargs) -> Any:
-        """Open a file with `plain`, Python's `open`; before writing, move or copy a file from before the rehearsal."""
+        """Open a file with `plain`; first rename (mode "w") or copy (mode "a") a file from before the rehearsal."""
         if isinstance(file, str | os.PathLike) and isinstance(mode, str) and {*mode} & {"a", "w"}:
             name = _absolute(file)
             if "a" in mode and self.is_older(name) and os.path.isfile(name):
@@ -83,7 +84,8 @@ class OlderFiles:
     def move(self, plain: Callable, src: Any, dst: Any, **kwargs) -> None:
         """Rename the file or folder `src` to `dst` with `plain`.
 
-        If a file at `dst` is from before the rehearsal, first rename it. If `src` is, add its renaming to `undo`.
+        Before that, rename a file at `dst` that is from before the rehearsal. If `src`, or a file in the folder `src`,
+        is from before the rehearsal, add the renaming of `src` to `undo`.
         """
         if kwargs or isinstance(src, int) or isinstance(dst, int):
             return plain(src, dst, **kwargs)
@@ -98,13 +100,13 @@ class OlderFiles:
         self.opened, self.aside = moved(self.opened - {new}, old, new), moved(self.aside, old, new)
 
     def remove(self, plain: Callable, path: Any, *, dir_fd: int | None = None) -> None:
-        """Delete a file with `plain`, unless it is from before the rehearsal: then rename it."""
+        """Delete a file with `plain`; rename a file from before the rehearsal instead."""
         name = _absolute(path, dir_fd)
         if not self.is_aside(name):
             self._rename(name) if self.is_older(name) else plain(path, dir_fd=dir_fd)
 
     def remove_folder(self, plain: Callable, path: Any, *, dir_fd: int | None = None) -> None:
-        """Delete an empty folder with `plain`; rename a folder if it has only files that this object has renamed."""
+        """Delete an empty folder with `plain`; rename a folder instead if it has only renamed files and folders."""
         name = _absolute(path, dir_fd)
         inside = {os.path.join(name, each) for each in os.listdir(name)} if os.path.isdir(name) else set()
         if not self.is_aside(name):
@@ -112,7 +114,7 @@ class OlderFiles:
 
 
 def moved(paths: Iterable[str], old: str, new: str) -> set[str]:
-    """Return `paths`, with the new paths of the file or folder `old`, now renamed to `new`, and of what is in it."""
+    """Return `paths` after the file or folder `old` was renamed to `new`: `old` and all paths in it are changed."""
     return {new + path[len(old) :] if path == old or path.startswith(old + os.sep) else path for path in paths}
 
 
@@ -133,13 +135,14 @@ def _unused(name: str) -> str:
 
 
 def put_back(undo: Iterable[Sequence[str]], start: float, opened: Collection[str]) -> list[str]:
-    """Give renamed files and folders their earlier paths again, and return these paths.
+    """Give renamed files and folders their earlier paths again, and return these earlier paths.
 
-    What the program wrote to such a path is deleted. A folder that now has other files too is left as it is.
+    What the program wrote to an earlier path is deleted. But a folder at an earlier path is left as it is if it has a
+    file that is not the program's: a file that is older than `start` and not in `opened`.
 
     Args:
-        undo: [present path, path before] of each, in the order in which they were renamed. What does not exist any
-            longer is skipped.
+        undo: [present path, earlier path] of each renamed file or folder, in the order of the renamings. Present paths
+            that do not exist any longer are skipped.
         start: when the rehearsal began, in seconds since 1970.
         opened: paths of the files that the program opened to write bytes.
     """

@@ -6,13 +6,13 @@ end. `program_report` reads the file, which has these fields:
     pid, rank, arguments     of the process
     devices, steps           number of devices that it uses; optimizer updates so far
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
-    ended, error             whether it came to its end; the error that ended it: {kind, message, line}
+    ended, error             whether the process came to its end; the error that ended it: {kind, message, line}
     answers                  {kind: how often an unknown value was assumed}
     compiled                 names of the functions and modules that torch.compile would have compiled
     saved                    files of weights that the program wrote, and that have no values
     opened                   files that the program opened for writing
     began                    when the rehearsal began, in seconds since 1970
-    undo                     files from before the rehearsal that were renamed: [present path, path before] of each
+    undo                     renamed files that are older than the rehearsal, each as [present path, path before]
 
 These peaks count from the first use of the device, even if the program resets its statistics. The program itself reads
 the statistics that it would read on a card.
@@ -131,7 +131,8 @@ class Recorder:
     def noting(self, function: Callable) -> Callable:
         """Wrap `function`, which a program wants to compile; the wrapper notes the function's name when it is called.
 
-        The name is not noted at once, because libraries compile functions at import that few programs call.
+        The name is not noted earlier, because libraries compile functions when they are imported, and few programs call
+        these functions.
         """
 
         owner, name = getattr(function, "__self__", None), getattr(function, "__qualname__", type(function).__name__)
@@ -181,9 +182,10 @@ class Recorder:
 def described(error: BaseException) -> dict[str, str]:
     """Return {"kind": e.g. "out of memory", "message": text of the error, "line": the program's line that failed}.
 
-    If the class of `error`, or of an error that caused it, is in `KINDS`, describe that error; otherwise describe
-    `error`, with the kind "failed". "line" is a text made by `_line`. An error of `torch.multiprocessing.spawn` has the
-    traceback of another process as its message; kind and line are then read from this traceback.
+    Search `error` and the errors that caused it, in this order, for a class in `KINDS`, and describe the first error
+    found. If there is none, describe `error`, with the kind "failed". "line" is a text made by `_line`. An error of
+    `torch.multiprocessing.spawn` has the traceback of another process as its message; kind and line are then read from
+    this traceback.
     """
     chain, cause = [], error
     while cause is not None and not any(cause is each for each in chain):

@@ -120,14 +120,14 @@ def peaks_text(peaks: list[int]) -> str:
 def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool, interrupted: bool = False) -> ProgramRun:
     """Return how a rehearsed program ended and what memory its processes took, from the files in `folder`.
 
-    Also delete the weight files that the program saved, unless all values in them were known, and put back the user's
+    Also delete the weight files that the program saved, unless all values in them were known. Also put back the user's
     files that the program overwrote, renamed or deleted.
 
     Args:
         folder: folder with one JSON file per process, written by `process_recorder`.
         code: the program's exit code; negative for a signal.
         card: the card on which the program was rehearsed.
-        assumes: whether the rehearsal ran with `--assume`, so that code that read an unknown value got an assumed one.
+        assumes: whether the rehearsal ran with `--assume`: code that read an unknown value then got an assumed value.
         interrupted: whether the program was interrupted, by Ctrl-C or SIGTERM.
     """
     processes = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
@@ -148,7 +148,7 @@ def read(folder: str | os.PathLike, code: int, card: Card, assumes: bool, interr
 
 
 def assumed(card: Card) -> str:
-    """Return the assumptions of every rehearsal on a card, as text."""
+    """Return, as text, the assumptions that every rehearsal on this card makes."""
     context = bytes_text(card.context_bytes, binary=True)
     return f"assumed: a CUDA context of {context}, no workspace for cuDNN's convolutions"
 

@@ -116,7 +116,7 @@ def install() -> None:
 
     @functools.wraps(compiled)
     def uncompiled(*args, **kwargs):
-        """Do as `torch.compile` does, but let the result run uncompiled: what Triton compiles cannot be loaded here."""
+        """Replace `torch.compile`: the result runs uncompiled, because a rehearsal cannot load what Triton compiles."""
         torch.compiler.set_stance("force_eager")  # not before: it imports torch._dynamo, 1.5 seconds in each process
         flex_attention.install(mode.answers)
         return compiled(*args, **kwargs)
@@ -124,11 +124,11 @@ def install() -> None:
     grouped_product = torch._grouped_mm
 
     def of_groups(first, second, offs=None, **options):
-        """Replace `torch._grouped_mm`: return the same result, but first write the ends of equal groups into `offs`,
-        the tensor of the groups' ends, if `offs` is unknown. `offs` still counts as unknown.
+        """Replace `torch._grouped_mm`: return the same result, but first fill `offs` if its values are unknown.
 
-        If torch has no kernel for all groups, it reads the ends on the host, and multiplies each group that is not
-        empty. The memory that this takes is the same for all ends, unless every group is empty.
+        `offs` holds the ends of the groups. It is filled with the ends of equal groups, but still counts as unknown.
+        If torch has no kernel for all groups together, torch reads the ends on the host, and multiplies each group
+        that is not empty. The memory for these products is the same for all ends, unless every group is empty.
         """
         if offs is not None and not mode.is_known(offs):
             length = second.shape[-1] if first.dim() == 3 else first.shape[-1 if second.dim() == 2 else 0]
@@ -185,8 +185,9 @@ def install() -> None:
 
 
 def _note_kernels(mode: Values) -> None:
-    """Note that the floating-point tensors given to a kernel of Triton are unknown: the kernel may write into them, and
-    a rehearsal does not run it. A loss that a kernel adds to `torch.zeros(1)` would otherwise be known to be 0.
+    """Let each launch of a Triton kernel note that the values of its floating-point tensors are unknown.
+
+    The kernel may write into them, but is not run: a loss that it adds to `torch.zeros(1)` would stay a known 0.
     """
     kernels = importlib.import_module("triton.runtime.jit").JITFunction
     launch = kernels.run
@@ -203,12 +204,12 @@ def _note_kernels(mode: Values) -> None:
 
 
 def _coalesced(mode: Values, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sparse tensor with each position once, in place of `aten._coalesce` for device tensors.
+    """Return the sparse `tensor` with each position once; this function replaces `aten._coalesce` on the device.
 
     It allocates what torch's kernel allocates: flat positions, two more arrays of this size, memory for sorting.
 
     Raises:
-        NeedsValues: the positions are unknown, and this object does not assume values (`assumes=False`).
+        NeedsValues: the positions are unknown, and `mode` does not assume values (`Values(assumes=False)`).
     """
     old, values, count = tensor._indices(), tensor._values(), tensor._nnz()
     is_known = mode.is_known(old)
@@ -230,9 +231,10 @@ def _coalesced(mode: Values, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class LegacyType:
-    """Replace an old type of CUDA tensors, e.g. `torch.cuda.LongTensor`; note small tensors made from numbers as known.
+    """Replace an old type of CUDA tensors, e.g. `torch.cuda.LongTensor`.
 
-    `plain`: the type that is replaced. `values`: the process's `Values`.
+    A small tensor that is made from known numbers is marked as known. `plain`: the old type. `values`: the process's
+    `Values`.
     """
 
     def __init__(self, plain: type, values: Values):

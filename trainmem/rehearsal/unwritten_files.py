@@ -4,9 +4,10 @@ A rehearsal has no values to write. Such a file is a hole on the disk that reads
 it again; `program_report` removes it at the end. A file with known values only, such as a scheduler's state, is written
 as usual.
 
-A program may also save into a buffer and write the buffer to a file, as Lightning does. Only its content can show
-that this file has no values, so the save puts a mark into the buffer; so does pickle for each tensor. At the end
-`program_report` removes the files that were opened for writing and have the mark.
+A program may also save into a buffer and write the buffer to a file, as Lightning does. Only the file's content can
+show that the file has no values. `torch.save` therefore puts a mark into the buffer. A pickled file has the mark too,
+because pickle calls `torch.save` for each tensor. At the end `program_report` removes the files that were opened for
+writing and have the mark.
 """
 
 import functools
@@ -43,7 +44,7 @@ class Files:
         self.has_file = True  # whether it is saved by its path
 
     def count(self) -> int:
-        """Return how many files were renamed or written without values, also by processes that forked this one."""
+        """Return how many files this process, or a parent before the fork, has renamed or written without values."""
         return len(self.older.undo) + len(self.saved)
 
     def note(self, path: Any) -> None:
@@ -72,8 +73,9 @@ class _Records:
     Args:
         writer: torch's own writer, which writes everything else.
         values: the `Values` that this process tracks.
-        has_file: whether the writer was given a file's path. If not, e.g. for a buffer, which may not be able to skip
-            bytes, storages with unknown values are written in full, and the caller adds a record that marks the file.
+        has_file: whether the writer was given a file's path. If it was not, the writer may have e.g. a buffer that
+            cannot skip bytes. Storages with unknown values are then written in full, and the caller adds a record that
+            marks the file.
     """
 
     def __init__(self, writer, values, has_file: bool):
