@@ -120,9 +120,9 @@ def compare(
     ] = None,
     json_output: Json = False,
 ) -> int:
-    """Compare two runs of the course: list the claims' changed verdicts, changed bytes, and speed changes beyond noise.
+    """Compare two runs of the course: list changed verdicts of claims, changed bytes, and speed changes beyond noise.
 
-    Exit code 0: the same or better. 1: worse. 2: the runs cannot be compared.
+    Exit code 0: no comparison in --fail-on is worse. 1: at least one is. 2: the runs cannot be compared.
     """
     from perf_helpers.compare import compare as module
     from trainmem.records import write_whole
@@ -145,7 +145,7 @@ def history(
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("build/history.html"),
     json_output: Json = False,
 ) -> None:
-    """Plot many runs of the course over time: mark each change of exact values, and show medians of noisy values."""
+    """Plot many course runs over time: changes of exact values, e.g. bytes, and medians of noisy ones, e.g. seconds."""
     from perf_helpers.compare import history as module
 
     histories = module.write(folder, out)

@@ -123,12 +123,12 @@ class Timeline:
         return f"{bytes_text(self.totals[index])} in {self.where_text(index)}: {parts_text(self.parts(index))}"
 
     def phase_ranges(self) -> list[tuple[str, int, int]]:
-        """Return the phases in order, each as (phase, index of its first moment, index after its last moment)."""
+        """Return the phases in the order of time: (phase, index of its first moment, index after its last moment)."""
         edges = [i for i in range(1, len(self)) if self.phases[i] != self.phases[i - 1]]
         return [(self.phases[first], first, end) for first, end in itertools.pairwise([0, *edges, len(self)])]
 
     def shown(self, highest_bytes: float | None = None) -> list[str]:
-        """Return the categories that are thick enough to see if the axis ends at `highest_bytes` (None: the peak)."""
+        """Return the visible categories: those above `_TOO_THIN` * `highest_bytes`, the axis's end (None: the peak)."""
         least = _TOO_THIN * (highest_bytes or self.highest_bytes)
         return [category for category in CATEGORIES if max(self.series.get(category, [0])) > least]
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def template(path: str) -> "jinja2.Template":
-    """Return a template of this package by its path, e.g. "course/report.html.j2". It escapes variables as HTML."""
+    """Return a template of this package by its path, e.g. "course/report.html.j2"; variables are escaped as HTML."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)

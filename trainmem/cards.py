@@ -20,11 +20,11 @@ DEFAULT_CAPABILITY = (9, 0)  # an H100's: used if no GPU is named and this machi
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Hold a GPU model's name, compute capability, usable bytes, CUDA context, and the number of such GPUs."""
+    """Hold a GPU model's name, compute capability, memory, size of the CUDA context, and the number of such GPUs."""
 
     name: str  # as people write it
     capability: tuple[int, int]  # compute capability: (9, 0) for an H100
-    memory_bytes: int  # usable by torch: `total_memory` of the device properties
+    memory_bytes: int  # usable by torch (`total_memory` of the device properties), unless `is_board`
     devices: int = 1
     context_bytes: int = CONTEXT_BYTES  # assumed size of the CUDA context, which exists before the first tensor
     is_board: bool = False  # whether `memory_bytes` is the whole board's, of which torch can use only `OF_BOARD`
@@ -40,14 +40,14 @@ class Card:
 
 
 OF_BOARD = 0.94  # the smallest usable share that we found: 7753 of 8192 MiB, an RTX 3070 under Linux
-# Parts of a name that do not identify the card: maker, product lines, sockets. "NVIDIA A100-SXM4-80GB" is "a100 80".
+# Parts of a name that do not identify the card: maker, product lines, sockets. "NVIDIA A100-SXM4-80GB" is "a10080".
 _NO_NAME = re.compile(
     r"nvidia|geforce|tesla|quadro|rtx|gtx|generation|\b(gpu|sxm\d?|pcie|hbm\d?e?)\b|(?<=\d)\s*gi?b|[^a-z0-9]"
 )
 
 
 def _plain(name: str) -> str:
-    """Return a card's name reduced to the parts that identify it, for comparisons."""
+    """Return the parts of a card's name that identify it, for comparisons: "a10080" for "NVIDIA A100-SXM4-80GB"."""
     return _NO_NAME.sub("", re.sub(r"[-_]+", " ", name.lower()))
 
 
@@ -64,9 +64,9 @@ SIZES = {f"{size} GiB": size * 2**30 for size in (8, 16, 24, 40, 80, 141)}  # so
 def context_bytes(compute_capability: tuple[int, int]) -> int | None:
     """Return the bytes of the CUDA context, which is outside of torch's allocator; None if they are not known.
 
-    The bytes depend on driver, CUDA and the loaded kernels. V100: 1341 MiB. "Model training anatomy" of transformers'
-    documentation has 1343 MiB, which include a segment of 2 MiB of torch's allocator. H100: 767 MiB in 16 bits, and
-    751 MiB in fp32, measured by the GPU suite (driver 580, CUDA 13.0).
+    The bytes depend on driver, CUDA and the loaded kernels. V100: 1341 MiB, that is the 1343 MiB in "Model training
+    anatomy" of transformers' documentation, minus a segment of 2 MiB of torch's allocator. H100: 767 MiB in 16 bits,
+    which is returned, and 751 MiB in fp32. The GPU suite (docs/gpu-suite.md) measured both with driver 580, CUDA 13.0.
     """
     return {(7, 0): 1341 << 20, (9, 0): 767 << 20}.get(compute_capability)
 

@@ -149,8 +149,9 @@ def size_lines(memory: Memory | None, binary: bool = False) -> list[str]:
 
 
 def run_json(run: Run) -> dict[str, Any]:
-    """Return a run as {field: value} for JSON: status, task, arguments, memory in bytes, times in seconds; an
-    unmeasured value is None.
+    """Return a run as {field: value} for JSON; an unmeasured value is None.
+
+    The fields include status, task, arguments, memory in bytes, and times in seconds.
     """
     record = run.to_dict()  # unknown values are None here
     timing = record["timing"] or {}
@@ -161,8 +162,9 @@ def run_json(run: Run) -> dict[str, Any]:
 
 
 def memory_json(memory: Memory | None) -> dict[str, Any]:
-    """Return the fields of a `Memory` as {name: bytes or value}, with `kind` renamed "peak_kind"; all values are None
-    if `memory` is None.
+    """Return the fields of a `Memory` as {name: bytes or value}; all values are None if `memory` is None.
+
+    The name of the field `kind` becomes "peak_kind".
     """
     record = memory.to_dict() if memory else dict.fromkeys(item.name for item in dataclasses.fields(Memory))
     return {"peak_kind": record.pop("kind")} | record

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """Hold one choice of a recipe, e.g. an optimizer: its arguments, cost, and the course's claims about its speed."""
+    """Hold a recipe's choice (see `QUESTIONS`), e.g. SGD: arguments, cost, and the course's claims about its speed."""
 
     name: str  # shown in tables
     arguments: dict[str, Any] = field(hash=False)  # training arguments that switch it on
@@ -15,7 +15,7 @@ class Technique:
 
     @property
     def words(self) -> set[str]:
-        """The names by which a user may refer to the technique: its name, its arguments, and their values."""
+        """Words by which a user may name the technique: its name, its arguments' names, and values that are texts."""
         values = {value for value in self.arguments.values() if isinstance(value, str)}
         return {self.name, *self.arguments, *values} - ({"optim"} if not self.cost else set())
 
@@ -103,5 +103,5 @@ ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
 
 
 def techniques() -> list[Technique]:
-    """Return all techniques that a recipe can choose: the options in `QUESTIONS` other than None."""
+    """Return the options in `QUESTIONS` except None: the techniques for a recipe (a dict of training arguments)."""
     return [option for options in QUESTIONS.values() for option in options if option]

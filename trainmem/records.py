@@ -76,18 +76,19 @@ class Phase(StrEnum):
 
 
 APART = (Phase.EVALUATION, Phase.SAVING, Phase.LOADING)  # phases outside of the steps, whose peak is recorded
-BEGIN = "begin "  # prefix of the mark at the beginning of such a phase; the mark at its end is its name
+BEGIN = "begin "  # prefix of the label at the beginning of such a phase; the label at its end is the phase's name
 
 
 def is_end(label: str) -> bool:
-    """Return whether a label marks the end of a phase of a step: True for e.g. "forward", False for e.g. "start"."""
+    """Return whether a mark's label says that a phase of a step ends: True for "forward" or "step", not for "start"."""
     return label != "start" and label not in APART and not label.startswith(BEGIN)
 
 
 def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
     """Yield (phase, index of its first mark, index of its last mark) for each evaluation, save and load in a training.
 
-    A mark records that a phase begins or ends. `labels`: the labels of all marks of the training, in order.
+    A mark records that a phase begins or ends, and its label says which phase. `labels`: the labels of all marks of the
+    training, in the order of time. Both indices are positions in `labels`.
     """
     begin = 0
     for number, label in enumerate(labels):
@@ -98,14 +99,15 @@ def stretches(labels: Iterable[str]) -> Iterator[tuple[Phase, int, int]]:
 
 
 class Record:
-    """Base of dataclasses stored as JSON: `to_dict` writes a record, and `from_dict` reads one, even if another version
-    of this package wrote it.
+    """Base of dataclasses stored as JSON.
+
+    `to_dict` writes a record. `from_dict` reads one, even if another version of this package wrote it.
     """
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return {field: value} in JSON types; unknown and missing figures become None."""
+        """Return {field: value} in JSON types; a figure that is `Unknown` or `Missing` becomes None."""
         return _as_json(dataclasses.asdict(self))
 
     @classmethod
@@ -127,8 +129,9 @@ def _as_json(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Convert the JSON value of a field to the type `kind`: a list becomes a tuple, a dict becomes a record if `kind`
-    is a record class.
+    """Convert the JSON value of a field to the type `kind`.
+
+    A list becomes a tuple. A dict becomes a record if `kind` is a record class.
 
     Raises:
         ValueError: NaN in a field that is not a float.
@@ -143,8 +146,9 @@ def _read(kind: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Memory(Record):
-    """Hold an experiment's memory in bytes: the peak, the phase, operation and module in which it occurred, and
-    breakdowns by category. None: not measured.
+    """Hold an experiment's memory in bytes: its peak, where the peak occurred, and breakdowns by category.
+
+    The place of the peak is a phase, an operation and a module. A field that was not measured is None.
     """
 
     peak_bytes: int  # counted from the first forward pass on
@@ -173,7 +177,7 @@ class Memory(Record):
         """Return a copy of this memory with breakdowns by category.
 
         `categories`: the memory of a second run of the experiment, which tracked all tensors. The second run gives the
-        bytes of tensors by category; the rest of this memory's total counts as operator workspace.
+        bytes of tensors by category. The bytes of this memory that are in no tensor count as operator workspace.
         """
         if categories.breakdown is None:
             return self
@@ -193,8 +197,9 @@ class Memory(Record):
 
 
 def explain(live: dict[str, int], total: int) -> dict[str, int]:
-    """Return bytes by category that sum to `total`: the tensors in `live`, {category: bytes}, and the difference as
-    operator workspace, which no tensor shows.
+    """Return {category: bytes} with the sum `total`.
+
+    Tensors have their bytes in `live`, {category: bytes}. Operator workspace, which no tensor shows, has the rest.
     """
     seen = {category: live[category] for category in TENSOR_CATEGORIES}
     return seen | {Category.INSIDE_OPERATIONS: total - sum(seen.values())}
@@ -329,8 +334,9 @@ class Ratio(Record):
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[float], floor: float) -> "Ratio":
-        """Return the median of measured ratios with a 95 % interval; if one of the ratios is unknown, return an unknown
-        ratio. The interval comes from a bootstrap, and always includes median / `floor` and median * `floor`.
+        """Return the median of measured ratios with a 95 % interval, or an unknown ratio if one of them is unknown.
+
+        The interval comes from a bootstrap, and always includes median / `floor` and median * `floor`.
 
         Args:
             pairs: the ratio of each pair of interleaved measurements, at least 3.

@@ -3,9 +3,10 @@
 `Unknown` is a number without a value. `Missing` is a figure that a failed run lacks. Both have the reason as `why`.
 Neither can decide a verdict: code that needs the value gets an error with the reason.
 
-`Assumed` is an unknown number in a rehearsal that has to run the program to the end. The number raises no error: code
-that needs the value gets 1. In a comparison with infinity the number counts as 1. A comparison with any other number is
-false; in a check, the comparison has the truth value that passes the check, see `passing_answer`.
+`Assumed` is an unknown number in a rehearsal whose program must reach its end (`known_values.Values(assumes=True)`).
+The number raises no error: code that needs the value gets 1. In a comparison with infinity the number counts as 1. A
+comparison with any other number is false; in a check, the comparison has the truth value that passes the check, see
+`passing_answer`.
 
 |                                        | `Unknown`                  | `Missing`         |
 |----------------------------------------|----------------------------|-------------------|
@@ -53,8 +54,8 @@ def is_measured(value: "float | Missing | None") -> bool:
 def passing_answer(frame: FrameType) -> bool | None:
     """Return the truth value that passes the check that `frame` makes now; None if `frame` makes no check now.
 
-    For the other truth value, a check raises an error at once: `assert x`, `if not x: raise`. If the function of
-    `frame` returns the value, the check is the one that its caller makes with the returned value.
+    A check is code such as `assert x` or `if not x: raise`: for the other truth value, it raises an error at once. If
+    the function of `frame` only returns the value that it computes now, the check is the caller's check of this value.
     """
     found: bool | FrameType | None = frame
     while isinstance(found, FrameType):
@@ -64,7 +65,7 @@ def passing_answer(frame: FrameType) -> bool | None:
 
 @functools.lru_cache(1 << 12)
 def _branch(code: CodeType, place: int) -> bool | str | None:
-    """Return the truth value that passes the check at `place`; None: no check; "returned": the caller may check."""
+    """Return the truth value that passes the check at byte `place`; None: no check; "returned": a caller may check."""
     steps = [each for each in dis.get_instructions(code) if each.opname not in ("EXTENDED_ARG", "NOT_TAKEN")]
     index = max(index for index, each in enumerate(steps) if each.offset <= place)
     index += steps[index].opname == "PRECALL"  # Python 3.11: it may do the work of the CALL behind it
@@ -110,7 +111,7 @@ class _WithoutValue:
 
 
 class _InFormulas:
-    """Let arithmetic with a number without a value return this number, and show the number in texts as `word`."""
+    """Let an unknown number be the result of all arithmetic with it, and let texts show the number as `word`."""
 
     __slots__ = ()
     word: str
@@ -132,7 +133,7 @@ class _InFormulas:
 class Unknown(_InFormulas, _WithoutValue, float):
     """Stand for a number whose value is unknown, e.g. a time in a rehearsal.
 
-    Arithmetic with it gives an unknown number again; comparisons, `if` and `int(value)` raise `error`.
+    Arithmetic with this number gives an unknown number again; comparisons, `if` and `int(value)` raise `error`.
 
     Args:
         why: the message of `error`.
@@ -169,8 +170,9 @@ class Assumed(_InFormulas, float):
     number counts as 1: many programs start their search for the best loss at `float("inf")`.
 
     Args:
-        answers: the program's Counter {what was assumed: how often}. Each comparison of this number with a finite
-            number or NaN adds 1 to the entry for false comparisons or to that for checks. None: a new Counter.
+        answers: a Counter {kind of assumption: how often}, e.g. `Values.answers` of a rehearsal; None: a new Counter.
+            Each comparison of this number with a finite number or NaN adds 1: in a check to the entry `CHECKS`,
+            otherwise to the entry for false comparisons.
     """
 
     __slots__ = ("answers",)
@@ -187,9 +189,9 @@ class Assumed(_InFormulas, float):
     def _compared(name: str) -> Callable:
         """Make the comparison method `name`, e.g. "__lt__", of an assumed number.
 
-        With an infinity the assumed number is compared as 1. With any other number the result is False; in a
-        check it is the truth value that passes the check. Such a comparison is counted in `answers`. With an object
-        that is no number the result is NotImplemented.
+        With an infinity the assumed number is compared as 1. With any other number the result is False, or in a
+        check the truth value that passes the check (see `passing_answer`); `answers` counts these comparisons. With
+        an object that is no number the result is NotImplemented.
         """
 
         def compare(self, other) -> bool:
@@ -215,7 +217,7 @@ class Assumed(_InFormulas, float):
 class Missing(_WithoutValue):
     """Stand for a figure that a failed run lacks.
 
-    It counts as False, so that `if run.memory` and `run.value or {}` work.
+    A missing figure counts as False, so that `if run.memory` and `run.value or {}` work.
 
     Args:
         why: which run failed, how, and what to do about it.

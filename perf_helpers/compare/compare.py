@@ -219,9 +219,10 @@ def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
 def _verdict_is_worse(old: dict, new: dict) -> bool | None:
     """Return True if a claim's new verdict is worse than its old verdict, False if it is better, None if neither.
 
-    If one verdict is "not testable here", return True if the new entry is not "as_expected", otherwise None. `_RANK`
-    orders all other verdicts, from "refuted" to "holds". For a claim about time, return None if both entries are
-    "as_expected", because noise may be the cause. `old`, `new`: the claim's entry in the results.json of each run.
+    If one verdict is "not testable here", the answer is None if the new result was expected, otherwise True. `_RANK`
+    orders all other verdicts, from "refuted" to "holds". For a claim about time, the answer is None if both results
+    were expected, because noise may be the cause. `old`, `new`: the claim's entry in the results.json of each run,
+    whose field "as_expected" says whether the result was expected.
     """
     if Verdict.NOT_TESTABLE in (old["verdict"], new["verdict"]):
         return (not new["as_expected"]) or None
@@ -380,9 +381,10 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
 
 
 def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
-    """Return the noise of one course run: the mean over its recipes of log(second smallest / smallest step time).
+    """Return the noise of the step times of one course run.
 
-    `night`: the times of this course run: for each recipe, the seconds of each process's fastest step.
+    The noise is the mean, over the recipes, of log(second shortest time) - log(shortest time). `night`: the times of
+    this course run; for each recipe, the seconds of each process's fastest step.
     """
     pairs = (sorted(seconds)[:2] for seconds in night)
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)
@@ -397,7 +399,7 @@ def _change(kind, axis, id, lesson, old, new, worse, reason: str = "", text: str
 def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: list[str]) -> list[str]:
     """Return lines of text that say what was compared and what was not compared.
 
-    `old`, `new`: {lesson: its entry}; `pairs`: (name, old run, new run); `rewritten`: lessons whose code changed.
+    `old`, `new`: {lesson: its entry in results.json}; `pairs`: see `_pairs`; `rewritten`: lessons whose code changed.
     """
     lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of the same name"]
     for lessons, others, when in ((old, new, "old"), (new, old, "new")):
@@ -418,7 +420,7 @@ def differences(old: dict, new: dict) -> list[str]:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Return {dotted name: value} of nested fields except those in `VOLATILE`, e.g. {"gpus.0.name": "NVIDIA A100"}."""
+    """Return {dotted name: value} of nested fields not in `VOLATILE`, e.g. {"gpus.0.name": "T4"}; `name`: a prefix."""
     if not isinstance(value, dict | list | tuple):
         return {name: value}
     pairs = value.items() if isinstance(value, dict) else enumerate(value)

@@ -2,6 +2,7 @@
 
 An exact line (bytes, and values without an interval) has a change wherever two consecutive runs differ. A noisy line
 (seconds, and values with an interval) shows two medians: of its latest five runs, and of the five runs before these.
+A recipe is one of the fixed trainings that each course run times, see `step_times`.
 """
 
 import itertools
@@ -59,13 +60,13 @@ class Line:
 
     @property
     def shift(self) -> float:
-        """Return |median of latest 5 values / median of 5 before - 1|; 0 if the values are exact or fewer than 10."""
+        """Return |median of latest 5 values / median of 5 before - 1|; 0 for an exact line or fewer than 10 values."""
         return abs(self.median - self.median_before) / abs(self.median_before) if self.median_before else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Hold the course runs of one machine and profile (sizes): a `Line` per claim, peak of a run, and timed recipe."""
+    """Hold a machine's course runs in one profile of sizes: a `Line` per claim, per run's peak and per timed recipe."""
 
     machine: str
     profile: str
@@ -89,7 +90,7 @@ class History:
 
 
 def read(folder: str | Path) -> tuple[list[History], list[str]]:
-    """Read the results below a folder; return (a history per machine and profile, a message per unreadable file).
+    """Read the results below a folder; return (a `History` per machine and profile, a message per unreadable file).
 
     Raises:
         ValueError: there are no results below the folder.
@@ -123,7 +124,7 @@ def write(folder: str | Path, page: str | Path) -> list[History]:
 
 
 def _machine_text(machine: dict) -> str:
-    """Return a machine's name with its CPU and GPUs, each mentioned once; runs are grouped by this text."""
+    """Return the text that groups runs: a machine's name, CPU and GPUs, except those that an earlier part contains."""
     gpus = [gpu.get("name") or "GPU" for gpu in machine.get("gpus") or ()]
     parts = [machine.get("name") or "", machine.get("cpu_model") or "", *gpus]
     names = [part for number, part in enumerate(parts) if part and not any(part in other for other in parts[:number])]
@@ -143,7 +144,7 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
     """Yield ((kind, id, unit), point) for each value of one course run, whose results.json has the content `data`.
 
     The kind is "claim", "memory" (the peak of a run, in bytes) or "speed" (the fastest step of a recipe, in seconds).
-    The id names the claim, run or recipe.
+    The id names the claim, run or recipe (see the module's docstring).
     """
     date = data["date"]
     for claim in data["claims"]:
@@ -185,7 +186,7 @@ def _median(points: list[Point]) -> float:
 def sketch(line: Line, dates: Iterable[str]) -> dict[str, Any]:
     """Return the picture of a line in pixels: {"width", "height", "points": [(x, y)], "marks": [x of each change]}.
 
-    Each point is a value (y) at the date of its course run (x). `dates`: of all course runs in the history, in order.
+    Each point is a value (y) at the date of its course run (x). `dates`: of the history's course runs, oldest first.
     """
     width, height = 260, 40
     places = {date: number for number, date in enumerate(dates)}

@@ -41,7 +41,8 @@ CLOCKS = ("passed", "computed")  # wall clock less waiting, and CPU time; the fi
 def measure_here(profile: str) -> dict[str, Any] | None:
     """Time every recipe on this machine, and return the result of `measure`; None in a rehearsal, which has no times.
 
-    On a GPU `profile` (e.g. "t4") sets the model. On a CPU the model is tiny: load slows only some of many short steps.
+    On a GPU, `profile` (the sizes, e.g. "t4") sets the model. On a CPU the model is tiny, so that the steps are short:
+    other load on the machine slows only some of many short steps.
     """
     machine = hardware.this_machine()
     if machine.rehearsed:
@@ -59,8 +60,9 @@ def measure(task: Task) -> dict[str, Any]:
 
     Returns:
         {"task", "threads", "recipes": {name: {"arguments", "passed", "computed", "message"}}}. "passed" has, for each
-        process, the seconds of its fastest step without waiting for a core. If the system does not report this waiting,
-        "computed" has CPU seconds instead. If the recipe failed, both are [], and "message" says why.
+        process, the seconds of its fastest step; on a CPU, the seconds of waiting for a core are subtracted. If the
+        system does not report this waiting, "computed" has the CPU seconds of the fastest step instead. If the recipe
+        failed, both are [], and "message" says why.
     """
     machine = hardware.this_machine()
     on_cpu = machine.kind == "cpu"
@@ -104,7 +106,7 @@ def keep(row: dict[str, Any], outcome: Outcome, on_cpu: bool) -> None:
 
 
 def is_settled(row: dict[str, Any]) -> bool:
-    """Return whether `row` is final: its two shortest times agree within factor `SEEN_TWICE`, or a process failed."""
+    """Return whether a recipe's row is final: its two shortest times agree (`SEEN_TWICE`), or a process failed."""
     pairs = (sorted(row[clock])[:2] for clock in CLOCKS if row[clock])
     return bool(row["message"]) or all(len(pair) > 1 and pair[1] <= pair[0] * SEEN_TWICE for pair in pairs)
 

@@ -62,14 +62,14 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the verdicts that the ledger expects on this machine and profile; () if a prediction replaces them."""
+        """Return the verdicts that the ledger expects for `kind` and `profile`; () if a prediction is used instead."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property
     def as_expected(self) -> bool:
         """Return whether the intervals of value and prediction overlap, if the claim has both.
 
-        Otherwise return whether the ledger lists the verdict, or this machine cannot decide the claim (`excused`).
+        Otherwise return True if the ledger lists the verdict, or if `excused`: this machine cannot decide the claim.
         """
         if self.predicted and self.verdict is not Verdict.NOT_TESTABLE:
             (low, high), (least, most) = self.predicted, self.interval or (self.value, self.value)
@@ -104,7 +104,7 @@ class Decision:
         return number_text(self.value) + (f" ({interval_text(self.interval)})" if self.interval else "")
 
     def guide_text(self) -> str:
-        """Return the guide's figure for the claim as text, or "no figure", then the guide's name and hardware."""
+        """Return as text the figure of the claim's `Guide`, or "no figure", then the guide's name and hardware."""
         guide = self.claim.guide
         value = [] if guide.value is None else [number_text(guide.value)]
         figure = ": ".join([*value, guide.text or "no figure"])
@@ -168,7 +168,8 @@ class Claims:
     """The claims that a lesson decides in its lab: `check` decides one of them, `finish` closes the lesson.
 
     Args:
-        lab: the lab whose machine and profile determine which claims can be tested, and which verdicts are expected.
+        lab: the lab. Its machine determines which claims can be tested. Its machine and its `Profile`, which sets the
+            sizes of the measurement, determine which verdicts are expected.
     """
 
     def __init__(self, lab: Lab):
@@ -188,12 +189,12 @@ class Claims:
 
         A later check of the same claim replaces the decision. The verdict depends on the value alone. For a claim
         with `predicted` in the ledger, the verdict is expected if the intervals of value and prediction overlap. For
-        any other claim, the verdict is expected if the ledger lists it for this kind of machine.
+        any other claim, the verdict is expected if the ledger lists this verdict for this kind of machine.
 
         Args:
             id: id of the claim in the ledger.
-            value: the claim's quantity, a number or a Ratio (value, low, high). If this value is unknown, e.g. because
-                a run failed, the claim is "not testable here".
+            value: the claim's quantity, a number or a Ratio (value, low, high). If the quantity is an `Unknown` or
+                a `Missing`, e.g. because a run failed, the claim is "not testable here".
             predicted: (low, high) of the quantity, calculated from other measurements of this run; only for a claim
                 with `predicted` in the ledger. If it is an unknown Ratio, there is no prediction.
             missing: what this machine lacks to measure the claim, e.g. "needs root to shape a link".

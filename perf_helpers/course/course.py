@@ -1,6 +1,6 @@
-"""Run the course as a test: execute and judge every lesson, write all verdicts to results.json, and make the report.
+"""Run the course as a test: execute the lessons, write the verdicts on their claims to results.json, make the report.
 
-A lesson that fails or hangs does not stop the others.
+A lesson that fails or hangs does not stop the others. `ledger.Verdict` lists the verdicts.
 """
 
 import json
@@ -60,7 +60,7 @@ def run_course(
         strict: fail a lesson if the verdict on a claim is not one that the ledger of claims (claims.toml) expects.
         timeout_per_lesson: seconds after which a lesson is ended; set it to several times the time of the slowest one.
         at_once: lessons that run in parallel; None: up to four on a CPU with enough cores and memory, otherwise one.
-        at_the_end: called with the profile's name after the report is written; its result is returned under "paces".
+        at_the_end: called with the profile's name after the report is written; its result is returned as item "paces".
 
     Raises:
         ValueError: a lesson or the profile does not exist, or `out` is the folder of the lessons themselves.
@@ -159,7 +159,7 @@ def _at_once() -> int:
 
 
 def find_lessons(lessons: Iterable[str | Path] = ()) -> list[Path]:
-    """Return the notebooks of the given lessons in order; without arguments, of all lessons.
+    """Return the notebooks of the given lessons, sorted by name; if none are given, the notebooks of all lessons.
 
     Args:
         lessons: numbers ("05"), names or paths.

@@ -1,7 +1,8 @@
 """The server of a course run: it imports the libraries once, and the processes of lessons are forked from it.
 
 The course process starts the server (`shared`): a fork server (`server_process`) that the course's processes reach by a
-socket. The server forks their experiments and, on Linux, each lesson's papermill process and kernel (`python_module`).
+socket. The server forks the lessons' experiments and, on Linux, each lesson's papermill process and kernel
+(`python_module`).
 """
 
 import atexit

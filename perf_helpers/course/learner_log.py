@@ -101,7 +101,7 @@ def choice(entries: Sequence[Entry], lesson: str, key: str) -> str | None:
 def counted_guess(entries: Sequence[Entry], lesson: str, key: str) -> float | None:
     """Return the latest guess for a lesson's question `key` that was committed before the measurement was revealed.
 
-    Return None if there is no such guess. `entries`: all entries of the journal, in order.
+    Return None if there is no such guess. `entries`: all entries of the journal, the earliest first.
     """
     before = takewhile(lambda entry: entry.about != ("revealed", lesson, key), entries)
     return guess([*before], lesson, key)
@@ -118,7 +118,7 @@ def off(guess: float, measured: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Hold the last guess (with its error) before a measured value was revealed, this value, the lesson's estimate."""
+    """Hold a guess (the last before the value was revealed), its error, the measured value and a lesson's estimate."""
 
     lesson: str
     key: str
@@ -147,7 +147,7 @@ def history(entries: Sequence[Entry]) -> list[Scored]:
 
 @dataclass(slots=True)
 class Progress:
-    """A learner's progress in one lesson: verdicts, how far guesses were off, outcomes of exercises and questions."""
+    """Hold a learner's progress in a lesson: claims' verdicts, guesses' errors, results of exercises and questions."""
 
     finished: str | None = None  # the date on which it last ran to its end
     claims: dict[str, str] = field(default_factory=dict)  # {claim id: verdict} of that run

@@ -77,7 +77,8 @@ class Claim:
     def expected_on(self, kind: str, profile: str) -> tuple[Verdict, ...]:
         """Return the verdicts expected on a `kind` of machine ("cpu" or "cuda") with a `profile` of sizes, e.g. "t4".
 
-        If the ledger lists none: () for a claim whose value must agree with a prediction, otherwise (NOT_TESTABLE,).
+        If the ledger lists none, return () for a claim whose value must agree with a prediction, because the prediction
+        replaces the verdicts. Return (NOT_TESTABLE,) for any other claim.
         """
         expected = self.expected.get(kind, () if self.predicted else (Verdict.NOT_TESTABLE,))
         return self.expected.get(profile, expected) if kind == "cuda" and profile in GPU_PROFILES else expected

@@ -65,7 +65,7 @@ def run_lesson(
 
     Args:
         profile: name of the sizes of models and batches, or "auto", as in `run_course`.
-        strict: whether the lesson fails if a verdict is not one that the ledger of claims expects.
+        strict: whether the lesson fails if the verdict on a claim is not one that claims.toml (the ledger) expects.
         timeout: seconds after which the lesson is killed.
         environment: environment variables in addition to those of this process.
         stopped: an event that, once set, kills the lesson as its timeout would.
@@ -221,7 +221,7 @@ def _execute(
 
 
 def _end(marker: str, grace_seconds: float) -> None:
-    """Kill every process whose environment has the marker unless it ends in `grace_seconds`, whatever its parent."""
+    """Wait `grace_seconds`, then kill each process, whatever its parent, that has `marker` in its environment."""
     import psutil
 
     def marked(process: psutil.Process) -> bool:

@@ -3,7 +3,8 @@
 The keys are "schema", "date", "machine", "versions", "profile" and "strict" (see `run_course`), "lessons", "claims" and
 "runs". A claim is from `claims.Decision.to_dict`. A run is from `Run.to_dict`, with "lesson" added; `Run.from_dict`
 reads runs. `NEEDED` lists the fields that each lesson and claim must have. A nightly run (`perf_helpers.compare`) adds
-"paces" (step times), "baseline" (changes since an earlier run), "fail_on" (axes where a change for the worse fails).
+"paces" (step times), "baseline" (changes since an earlier run) and "fail_on" (the kinds of changes, see `AXES`, that
+count as failures if they are for the worse).
 """
 
 import json
@@ -61,9 +62,10 @@ def course_runs(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def decided_again(claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the claims of a recorded run with the verdicts that today's ledger gives to the values measured then.
+    """Return the claims of a recorded run with the verdicts that today's ledger (claims.toml) gives to their values.
 
-    A claim is left out if today's ledger does not list it, or defines another measured quantity for it.
+    A claim that was not testable keeps this verdict. A claim is left out if today's ledger does not list its id, or if
+    the ledger lists this id with another `quantity`.
     """
     ledger, rows = load(), []
     for row in claims:
@@ -99,7 +101,7 @@ def to_send(data: dict[str, Any]) -> list[str]:
 
 
 def unexpected(claims: list[dict[str, Any]]) -> list[str]:
-    """Return one line per claim whose verdict the ledger does not expect."""
+    """Return one line per claim whose verdict the ledger (claims.toml) does not expect."""
     lines = []
     for claim in claims:
         if not claim["as_expected"]:

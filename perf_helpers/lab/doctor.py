@@ -179,7 +179,7 @@ def _about_folders() -> Iterator[Finding]:
 
 
 def _about_imports() -> Iterator[Finding]:
-    """Yield a finding per file that hides an installed library, and per library whose version changed after import."""
+    """Yield a finding per file imported in place of a library, and per library whose version changed after import."""
     for package in filter(version_of, PACKAGES):
         record, spec = importlib.metadata.distribution(package), importlib.util.find_spec(package)
         file, home = spec and spec.origin, Path(record.locate_file("")).absolute()

@@ -38,8 +38,8 @@ class Lab(Runner):
         strict: let `Claims.finish` raise when a verdict is not the expected one.
         out: folder for results; empty: runs are kept in the user's cache folder and nothing else is written.
         lesson: name of the lesson, e.g. "05_gradient_accumulation".
-        executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each still
-            gets a fresh subprocess there, and the run records that machine. None: experiments run here.
+        executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`. There, each
+            experiment gets a fresh subprocess, and its run records that machine. None: experiments run here.
         timeout: seconds that one experiment, or one comparison, may take; None: the profile's.
 
     Raises:
@@ -74,20 +74,21 @@ class Lab(Runner):
     ) -> Comparison | list[Comparison]:
         """Compare runs of this lab with a baseline: peak memory exactly, speed by interleaved (A/B) runs.
 
-        On a CPU, several subprocesses each interleave all runs, on one thread. In every round each of `others` has one
-        turn of `steps_per_turn` steps, and the baseline has two. A round's ratio is the mean time of the baseline's two
-        turns / the time of the other's turn, in CPU time; the speed ratio is the median over all rounds. Its bootstrap
-        interval reaches at least from ratio / f to ratio * f, where f is the median factor between the baseline's two
-        turns, at least 1.05. `wall_ratio` uses the wall clock. On a GPU, and with several ranks, each run has its own
-        process, the ratio uses the wall clock, and f is `noise_floor`. If a comparison fails, its ratios are unknown
-        and hold the reason; branching on them raises `trainmem.unknown.RunFailed`.
+        On a CPU, several subprocesses each interleave all runs, on one thread. In a round each of `others` has one turn
+        of `steps_per_turn` steps, and the baseline has two turns. A round's ratio is the mean CPU time of the
+        baseline's two turns, divided by the CPU time of the other run's turn. The speed ratio is the median over all
+        rounds; `wall_ratio` uses the wall clock instead. The bootstrap interval always includes ratio / f and
+        ratio * f, where f is the median factor between the baseline's two turns, or 1.05 if this factor is less. On a
+        GPU, and with several ranks, each run has its own process, the ratio uses the wall clock, and f is
+        `noise_floor`. If a comparison fails, its ratios are unknown and hold the reason; branching on such a ratio
+        raises `trainmem.unknown.RunFailed`.
 
         Args:
             baseline: the run that the others are compared with.
             others: one run gives a comparison, several give a list of comparisons.
             turns: turns per run (default: the profile's); on a CPU they are divided among the subprocesses.
             steps_per_turn: optimizer steps per turn; the fastest step counts.
-            timeout: seconds for all pairs (baseline, other); on a GPU, per pair. None: the lab's timeout per pair.
+            timeout: seconds for all of `others` together; on a GPU, for each. None: the lab's timeout for each.
 
         Raises:
             ValueError: a run belongs to another lab, no other run is given, or a number is out of range.
@@ -119,14 +120,14 @@ class Lab(Runner):
         return found if len(others) > 1 else found[0]
 
     def noise_floor(self, *runs: Run) -> float:
-        """Return the factor within which speeds count as equal; larger if a run used the CPU or there is no GPU."""
+        """Return the factor within which speeds count as equal: 1.02; 1.3 if a run used the CPU or there is no GPU."""
         return NOISE_FLOOR["cpu" if self._on_cpu(*runs) else "cuda"]
 
     def ratio(self, pairs: Sequence[float], *runs: Run) -> Ratio:
-        """Return the median of `pairs`, with a bootstrap interval from at most median / f to at least median * f.
+        """Return the median of `pairs` with a bootstrap interval, which always includes median / f and median * f.
 
-        f is `noise_floor(*runs)`; `pairs`: a speed ratio per pair of interleaved measurements; `runs`: the compared
-        runs. If one ratio is unknown, the result is unknown too. Raises ValueError for fewer than 3 ratios.
+        f is `noise_floor(*runs)`. `pairs`: a speed ratio per pair of interleaved measurements; `runs`: the compared
+        runs. If one of `pairs` is unknown, the result is unknown too. Raises ValueError for fewer than 3 `pairs`.
         """
         return Ratio.of_pairs(pairs, self.noise_floor(*runs))
 
@@ -179,8 +180,8 @@ class Lab(Runner):
     ) -> list["_Speed"]:
         """Time the baseline and `others` in turns; return the speed of each of `others` relative to the baseline.
 
-        If the timing fails, print why; the ratios are then unknown. `turns`: turns per run; `steps_per_turn`: optimizer
-        steps in each; `timeout`: seconds for all runs together (None: the lab's timeout times the number of `others`).
+        If the timing fails, print why; the ratios are then unknown. `turns`, `steps_per_turn`: see `_interleaved`;
+        `timeout`: seconds for all runs together (None: the lab's timeout times the number of `others`).
         """
         if not others or (self.machine.rehearsed and self._has_rehearsed_turns):
             return [_Speed(Ratio.unknown(NO_TIME))] * len(others)
@@ -202,11 +203,12 @@ class Lab(Runner):
     def _interleaved(self, name: str, runs: list[Run], turns: int, steps_per_turn: int, timeout: float) -> Outcome:
         """Time runs in turns; return an `Outcome` whose `value[process][run][turn]` is a `Seconds` (wall, CPU).
 
-        On a CPU there are several processes. Each of them times all runs, with one thread per run. The last entry of
-        `value[process]` is the baseline (the first run) again; its times differ from the first entry's only by noise.
-        On a GPU, and with several ranks, each run has its own process; `value` has one entry, value[0], with all runs.
-        Each run has at least `turns` turns over all processes. A turn has `steps_per_turn` optimizer steps, of which
-        the fastest counts. `timeout` limits all turns together, in seconds. The progress bar is called `name`.
+        A turn is `steps_per_turn` optimizer steps of one run, of which the fastest counts; then another run has a turn.
+        On a CPU, several processes each time all runs, with one thread per run. There, `value[process]` has one more
+        entry: more turns of the baseline (the first run), whose times differ from those in the first entry only by
+        noise. On a GPU, and with several ranks, each run has its own process; `value` has one entry, value[0], with all
+        runs. `turns`: least number of turns of each run, summed over the processes. `timeout`: seconds for all turns
+        together. `name`: text of the progress bar.
         """
         players, inside_one = self._players(runs), self._is_inside_one(*runs)
         if inside_one:
@@ -248,7 +250,7 @@ class Lab(Runner):
         return _Speed(*ratios, (_fastest(first, CPU), _fastest(second, CPU)))
 
     def _speed_apart(self, baseline: Run, run: Run, of_run: list[Seconds], of_baseline: list[Seconds]) -> "_Speed":
-        """Return `run`'s speed relative to `baseline` from the `Seconds` of each turn; each run had its own process."""
+        """Return `run`'s speed relative to `baseline` by the `Seconds` of each turn, for two runs in two processes."""
         samples = self._samples_ratio(baseline, run)
         pairs = [a[WALL] / b[WALL] * samples for a, b in zip(of_baseline, of_run, strict=True)]
         fastest = _fastest([of_baseline], WALL), _fastest([of_run], WALL)

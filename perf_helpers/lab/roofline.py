@@ -1,8 +1,8 @@
 """Measure a device's two speed limits, count a model's FLOPs, and predict the gain of 16-bit matmuls from them.
 
-The roofline model says how long an operation takes at least: the longer of two times, its FLOPs / the device's matmul
-rate and its moved bytes / the memory's rate. Source: Williams, Waterman and Patterson, "Roofline: an insightful visual
-performance model for multicore architectures", CACM 52(4), 2009.
+The roofline model gives the least time of an operation. It is the longer of two times: the operation's FLOPs divided by
+the device's matmul rate, and its moved bytes divided by the memory's rate. Source: Williams, Waterman and Patterson,
+"Roofline: an insightful visual performance model for multicore architectures", CACM 52(4), 2009.
 """
 
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def ceilings(dtype: str = "float32", device: str | None = None) -> Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The rate of 16-bit matmuls against fp32 ones, and the share of a training step that matmuls take."""
+    """The rate of 16-bit matmuls divided by the rate of fp32 ones, and the matmuls' share of an fp32 training step."""
 
     dtype: str  # "bfloat16" or "float16"
     ratio: Ratio  # rate in `dtype` / rate in fp32; unknown in a rehearsal

@@ -391,12 +391,13 @@ def attend(worker_id: str, number: str, sharing: int, content: bytes) -> Any:
     """Run a call in this worker, and return its value.
 
     Args:
-        worker_id, number: id of the worker that the call was sent to; id of the call.
+        worker_id: id of the worker that the call was sent to.
+        number: id of the call.
         sharing: number of experiments that share this machine's CPU; each gets an equal part of the cores.
         content: the pickled function with its arguments.
 
     Raises:
-        Displaced: this is another worker, at the same address; the call was not run.
+        Displaced: this worker is not `worker_id`, but has taken over its address; the call was not run.
     """
     from distributed import get_worker
 

@@ -1,4 +1,4 @@
-"""Run the trainings of a plan on all available workers; the lab's store keeps the runs, so that a sweep can continue.
+"""Run the trainings of a plan on all available workers; a `Lab`'s store keeps the runs, so that a sweep can continue.
 
 A plan is a grid of arguments, or a list of rows, read from TOML. Names, values, the model and its sequence length are
 checked when the plan is made, before anything runs.
@@ -122,7 +122,7 @@ class Sweep:
         return self.table()._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sweep for JSON: each run as stored, with "reused" (was it stored before the sweep?) added."""
+        """Return for JSON: status, store, the runs as stored; "reused" marks and counts runs older than the sweep."""
         runs = [run.to_dict() | {"reused": run.id in self.reused} for run in self.runs]
         return {"status": "ok" if self.ok else "failed", "store": self.store, "reused": len(self.reused), "runs": runs}
 
@@ -133,7 +133,7 @@ def run(
     *,
     tell: Callable[[str], Any] = lambda line: None,
 ) -> Sweep:
-    """Run the rows of a plan: in parallel if the lab has an executor, otherwise one by one. Return a run per row.
+    """Run a plan's rows (in parallel if the lab has an executor, else one by one); return a `Sweep` with a run per row.
 
     A row is not repeated if the lab's store has a run of the same task, arguments and package versions, on a machine
     that is available now. An interrupted sweep therefore continues when it is run again. This process stores each run
@@ -287,8 +287,9 @@ def _name(changes: Mapping[str, Any]) -> str:
 
 
 def _value(place: str, name: str, value: Any, in_task: bool = True) -> Any:
-    """Check a value of a plan and return it. A training argument given as text is converted by transformers' parser.
+    """Check a value of a plan and return it.
 
+    If a training argument is given as text that transformers' parser reads as a number or a boolean, return that.
     `place`: the table of the plan that has the value, for messages. `name`: a training argument or, if `in_task`, a
     field of the task. Raises ValueError for an unknown name, or a value that the training argument does not accept.
     """

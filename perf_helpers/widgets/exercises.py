@@ -209,7 +209,7 @@ def _judgement(judge: Callable[[Any], Feedback], answer: Any) -> Feedback:
 
 
 def _keep(lab: Lab, kind: str, key: str, **content) -> None:
-    """Keep an outcome in the learner's journal, unless its status is "not measured" or `prove` is testing a check."""
+    """Pass an outcome to `learner_log.keep`, unless its status is "not measured" or `prove` is testing a check."""
     if not _is_author.get() and content.get("status") != "not measured":
         learner_log.keep(lab, kind, key, **content)
 
@@ -322,7 +322,8 @@ def _measured_feedback(
 ) -> Feedback:
     """Run a recipe (training arguments), keep it in the journal if it meets the target, and return the feedback.
 
-    `key`: names the challenge; `limit_bytes`: largest peak; `at_least_speed`: least speed / the baseline's; None: any.
+    `key` names the challenge. `limit_bytes` is the largest allowed peak; None: any. `at_least_speed` is the least
+    allowed speed, as a share of the baseline's speed; None: any.
     """
     name, same = f"your {key}", replace(baseline, arguments=recipe).experiment
     before = (run for run in lab.runs if run.ok and run.memory and run.name == name and run.experiment == same)

@@ -4,8 +4,8 @@ A lesson turns its own function that draws a picture into an explorer with `expl
 
 An explorer keeps these rules, in addition to those in the docstring of `frame`:
 
-- It is one public function, which takes a lab or runs, shows itself with `frame.place` and returns None. If there is
-  nothing to explore, it raises ValueError before it shows anything.
+- It is one public function with a `Lab`, or one or several `Run`s, as arguments. The function shows the explorer with
+  `frame.place` and returns None. If there is nothing to explore, the function raises ValueError and shows nothing.
 - Plain functions compute the content, so that tests need no widget; `svg` draws the content. The picture changes within
   150 ms after a control moves. If a thread must compute the new content first, the old picture is greyed out until
   then. A text also gives the values in the picture, with their units.

@@ -25,7 +25,8 @@ def recipes(lab: Lab) -> None:
     different days are never in one picture; a menu offers the earlier runs of this machine by day.
 
     Raises:
-        ValueError: nothing is measured yet, and no run failed. RunFailed: nothing is measured yet, and a run failed.
+        ValueError: nothing is measured yet, and no run failed.
+        RunFailed: nothing is measured yet, and a run failed.
     """
     import ipywidgets
 
@@ -87,7 +88,7 @@ class Recipe(svg.Point):
         return f"{self.name} ({self.kind})"
 
     def line(self, is_best: bool) -> str:
-        """Return the recipe's line in the list to select from; a star marks one of the best (`is_best`)."""
+        """Return the recipe's line in the list to select from, with a star if `is_best` (see `svg.best_of_both`)."""
         return f"{self.memory_text}, {self.speed_text}: {self.label}{' ★' if is_best else ''}"
 
 

@@ -19,12 +19,12 @@ _FAR = 8  # a limit more than this many times larger than the values does not st
 
 
 def bar(title: str, parts: Mapping[str, int], limits: Mapping[str, int]) -> str:
-    """Draw bytes by category, in GiB, as one stacked bar with a legend, and limits as lines across it, as HTML.
+    """Draw bytes by category, in GiB, as HTML: a stacked bar with a legend, and a line across the bar for each limit.
 
     Args:
         title: the name of the bar, e.g. "Peak", for screen readers.
         parts: {category: bytes}, one section of the bar each.
-        limits: {name, e.g. of a card: bytes}.
+        limits: {name: bytes}, e.g. the names and memory of cards.
     """
     total = sum(parts.values())
     above = min((size for size in limits.values() if size >= total), default=total)
@@ -64,7 +64,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
-    """A recipe in the picture of memory against speed: its name, peak in bytes, and samples per second."""
+    """A recipe (a run or an estimate) as a point of `scatter`: its name, peak in bytes, and samples per second."""
 
     name: str
     kind: str  # of its memory, e.g. "counted"; each kind has its sign
@@ -102,7 +102,7 @@ def best_of_both(points: Sequence[Point]) -> list[Point]:
 
 
 def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, float]) -> str:
-    """Draw recipes as points, with memory on the x axis and samples per second on the y axis, as HTML.
+    """Draw recipes (runs and estimates) as points, by memory on the x axis and samples/s on the y axis, as HTML.
 
     A line joins the Pareto front. Recipes without a measured speed are in a strip below the plot, recipes without a
     measured memory in a strip on its left. Recipes without both are not drawn.
@@ -110,7 +110,7 @@ def scatter(points: Sequence[Point], chosen: Point | None, limits: Mapping[str, 
     Args:
         points: one per recipe.
         chosen: the point to highlight; None: none.
-        limits: {name, e.g. a card's: bytes}; each is a vertical line.
+        limits: {name: bytes}, e.g. the names and memory of cards; each is a vertical line.
     """
     best, both = best_of_both(points), [point for point in points if point.is_sized and point.is_timed]
     untimed = [point for point in points if point.is_sized and not point.is_timed]

@@ -430,7 +430,7 @@ def _notes(search: RecipeSearch, best: Candidate, evidence: Evidence, capability
     """Return notes about the attention kernel, compiled code and padding for the best recipe that fits.
 
     Args:
-        evidence: measured factors, for the note on compiled code.
+        evidence: gives torch.compile's measured factors of speed and peak memory, for the note on compiled code.
         capability: compute capability of the GPU; None: a CPU, where sizes need no padding.
     """
     lines = [_attention(search.estimates[best].attention), _compiling(evidence)]

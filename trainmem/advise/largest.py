@@ -84,7 +84,7 @@ def _sequence(search: RecipeSearch) -> Found:
 
 
 def _alike(task: Task) -> Sequence[Task]:
-    """Return one copy of the task for each preset of the same model type, with this preset as the copy's model.
+    """Return one copy of the task for each preset (see `PRESETS`) of the same model type, with the preset as model.
 
     Presets that cannot take sequences of the task's length are left out.
 
@@ -103,9 +103,10 @@ def _alike(task: Task) -> Sequence[Task]:
 
 
 def _leanest(search: RecipeSearch) -> Candidate:
-    """Return the recipe that needs the least memory.
+    """Return the recipe (techniques and a micro-batch) that needs the least memory.
 
-    It has the smallest micro-batch and, if these are allowed, adapters and checkpointing.
+    It has the smallest micro-batch. It has adapters if the search allows adapters, and checkpointing if the search
+    allows checkpointing.
     """
     left = search.choices.candidates
     for technique in (*known.ADAPTERS, known.CHECKPOINTING):

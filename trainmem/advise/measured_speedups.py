@@ -173,10 +173,10 @@ class Evidence:
 
 
 def respelt(arguments: Arguments) -> dict[str, Any]:
-    """Return {name: value} of the arguments; those that `recipes.QUESTIONS` lists have the names used there.
+    """Return {name: value} of the arguments, with the names that `recipes.QUESTIONS` (the choices of a recipe) uses.
 
-    For example, the newer name "activation_checkpointing" becomes "gradient_checkpointing", as in `QUESTIONS`. All
-    other arguments have their names in the installed transformers.
+    For example, the newer name "activation_checkpointing" becomes "gradient_checkpointing", as in `QUESTIONS`. An
+    argument that is not in `QUESTIONS` has the name that the installed transformers uses.
     """
     canonical = {next(iter(Arguments({name: None}).current)): name for name in itertools.chain(*QUESTIONS)}
     return {canonical.get(name, name): value for name, value in arguments.current.items()}

@@ -179,9 +179,9 @@ class _Cluster:
     def layouts(self, arguments: dict[str, Any], suffix: str = "") -> Iterator[Layout]:
         """Yield every layout, traced with these training arguments, the simplest first.
 
-        A layout that cannot be traced is skipped, and the reason is added to `left_out`.
+        A layout that cannot be traced is skipped, and the reason is added to `self.left_out`.
 
-        `suffix`: added to the names of the layouts.
+        `suffix`: added to the names of the layouts, e.g. ", checkpointing".
 
         Raises:
             ValueError: the first layout, with a replica on each card, cannot be traced.
@@ -285,9 +285,10 @@ def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
 
 
 def _of_undivided_weights(layouts: list[Layout], cards: int) -> Iterator[str]:
-    """Yield a note if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards.
+    """Yield a sentence if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards.
 
-    `layouts`: the traced layouts. The weights of rank 0 in the layout "FSDP" are compared with the whole model's.
+    `layouts`: the traced layouts. The bytes of rank 0's weights in the layout "FSDP" are compared with the largest
+    bytes of the weights in any layout, which are the whole model's.
     """
     weights = {each.name: each.estimate.memory.breakdown[Category.WEIGHTS] for each in layouts}
     share = weights.get("FSDP", 0) / max(weights.values())

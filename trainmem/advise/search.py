@@ -102,12 +102,13 @@ class Choices:
     ) -> list[Technique | None]:
         """Return the allowed options of one choice that a recipe makes, e.g. of the optimizer.
 
-        In the list, None is the library's default, or a value in `must` that belongs to no option.
+        None stands for no technique: the library's default holds. If `must` sets the choice to a value that belongs
+        to no option, None stands for that value.
 
         Args:
             names: the training arguments that the choice sets; if `must` has one of them, `must` decides.
             options: the choice's options, as in `QUESTIONS`.
-            left_out: techniques that only `must` allows.
+            left_out: techniques that a recipe may have only if `must` sets their arguments.
 
         Raises:
             ValueError: `must` and `avoid` contradict each other, or `avoid` leaves nothing to choose.
@@ -173,9 +174,10 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
 
 
 def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
-    """Return the names in `given` as the techniques spell them (`spelt`), e.g. "LoRA" for "lora".
+    """Return the names in `given` as the techniques spell them, e.g. "LoRA" for "lora".
 
-    Raises ValueError for an unknown name; its message names the argument, "avoid" or "may".
+    `spelt`: for each technique, the names that users may give it. An unknown name raises a ValueError, whose message
+    begins with `argument` ("avoid" or "may").
     """
     words = {word.lower(): word for word in sorted(itertools.chain(*spelt), reverse=True)}  # prefer capitals
     for name in map(str, given):
@@ -269,8 +271,8 @@ class RecipeSearch:
         """Return the best recipes that fit, with their largest micro-batches that fit; the best recipe first.
 
         Combinations of techniques are ranked as if each ran with the largest micro-batch in `choices`, and tried in
-        this order. A recipe with all costly techniques of an already found recipe, and more, is left out unless it has
-        a larger micro-batch (see `Ranking.only_adds_costs`).
+        this order. A recipe that has all costly techniques of an already found recipe and at least one more is left
+        out, unless it has a larger micro-batch (see `Ranking.only_adds_costs`).
 
         Args:
             most: number of fitting recipes after which the search stops.

@@ -102,7 +102,7 @@ QUIET = {
 class Arguments:
     """Hold the arguments of one training; properties select those of the Trainer, of the model and of the adapters.
 
-    `of` checks arguments and returns them as such an object, which cannot be changed.
+    `Arguments.of` checks names and values, and returns them as an `Arguments` object, which cannot be changed.
 
     Attributes:
         given: {name as the user typed it: value}. The names are fields of `TrainingArguments`, or this engine's own
@@ -179,7 +179,7 @@ class Arguments:
 
     @functools.cached_property
     def quantization(self) -> dict[str, Any] | None:
-        """Fields of a quantization_config; None if the model is not quantized."""
+        """{name: value} of the fields of a quantization_config; None if the model is not quantized."""
         short = {name: True for name in ("load_in_4bit", "load_in_8bit") if self.adapters.get(name)}
         return ((self.adapters.get("quantization_config") or {}) | short) or None
 
@@ -190,7 +190,7 @@ class Arguments:
         return str(getattr(given, "value", given))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of an argument by any of its names; `default` if it was not given."""
+        """Return the value of the argument `name`, by its old or its new name; `default` if it was not given."""
         return self.current.get(_current_names().get(name, name), default)
 
     @property
@@ -221,7 +221,7 @@ class Arguments:
         return Arguments({**kept.given, **changes})
 
     def without(self, *names: str) -> "Arguments":
-        """Return a copy without the arguments in `names`, by any of their names."""
+        """Return a copy without the arguments in `names`, each by its old or its new name (see `_current_names`)."""
         now = _current_names()
         dropped = {now.get(name, name) for name in names}
         return Arguments({name: value for name, value in self.given.items() if now.get(name, name) not in dropped})

@@ -116,10 +116,10 @@ def made(where: str, kind: str, fields: dict[str, Any]):
 def torch_dtype(name: Any, source: str):
     """Return the torch.dtype called `name`, e.g. "bfloat16", in which weights can be loaded.
 
-    `source`: who chose the type, for the message.
+    `source`: who chose the type, for the message of the error.
 
     Raises:
-        ValueError: it is not a floating-point type of at least 16 bits.
+        ValueError: `name` is not the name of a floating-point type of at least 16 bits.
     """
     import torch
 
@@ -146,10 +146,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def dtype_of_files(folder: Path):
-    """Return the torch.dtype of the first floating-point weight in the first file of a folder; None if the folder has
-    no readable weights.
+    """Return the torch.dtype of the first floating-point weight in the first file of weights in a folder.
 
-    `from_pretrained` loads weights in this type if the configuration names none.
+    The result is None if the folder has no readable weights. `from_pretrained` loads weights in this type if the
+    configuration names none.
     """
     from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 

@@ -255,8 +255,9 @@ class Data:
     length: int  # tokens per example
 
     def arrays(self) -> dict[str, Any]:
-        """Return {column: examples}: a numpy array, or a list of examples if a batch keeps the column as a list
-        (labels of object detection and of mask segmentation).
+        """Return {column: numpy array of the examples}.
+
+        A column that a batch keeps as a list is a list of examples: labels of object detection and mask segmentation.
 
         Raises:
             ValueError: sizes that conflict, or a family for which no data can be generated.
@@ -319,7 +320,7 @@ class Data:
         return min(100, self._vocabulary() // 4)  # above the special tokens
 
     def _ids(self, draw, learnable: bool):
-        """Return random token ids (examples, length) from `draw`: no image tokens; at most 32 kinds if `learnable`."""
+        """Return random token ids (examples, length) by `draw`, no image tokens; at most 32 distinct if `learnable`."""
         first = self._first()
         last = first + 32 if learnable else self._vocabulary()
         ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))
@@ -333,8 +334,9 @@ class Data:
         return ids
 
     def _ended(self, ids):
-        """Return token ids of shape (examples, length) in which only the last id of each example is the end token. Only
-        encoder-decoder models search for this token; for other models, the ids are returned unchanged.
+        """Return token ids of shape (examples, length) in which only the last id of each example is the end token.
+
+        Only encoder-decoder models search for this token. For other models, the ids are returned unchanged.
         """
         end = getattr(self.config, "eos_token_id", None)
         if not isinstance(end, int) or not getattr(self.config, "is_encoder_decoder", False):
@@ -349,7 +351,7 @@ class Data:
         return sides(self.config, self.family, self.task.image_size)
 
     def _images(self, draw, size: tuple[int, int], *tiles: int) -> dict[str, Any]:
-        """Return {"pixel_values": (examples, *tiles, channels, *size)}; `size`: height and width in pixels."""
+        """Return {"pixel_values": (examples, tiles if any, channels, *size)}; `size`: height and width in pixels."""
         import numpy as np
 
         channels = getattr(getattr(self.config, "vision_config", None) or self.config, "num_channels", 3)

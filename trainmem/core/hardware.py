@@ -190,9 +190,9 @@ def version_of(package: str) -> str | None:
 
 
 def supports(feature: str, machine: Machine | None = None) -> tuple[bool, str]:
-    """Return (whether a machine has a feature that a claim needs, a text that says what is missing).
+    """Return (whether a machine has a feature, a text that says what is missing).
 
-    The text is empty if nothing is missing.
+    The text is empty if nothing is missing. Each claim of the course names the feature that it needs.
 
     Args:
         feature: one of `FEATURES`, e.g. "cuda".

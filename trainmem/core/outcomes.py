@@ -99,9 +99,9 @@ def _where(error: BaseException) -> str:
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of an exception's traceback, outermost first.
 
-    Frames from the first `__torch_dispatch__` inwards are left out: they belong to the tracker of operations. If the
-    exception comes from a subprocess of a `concurrent.futures` executor, its frames in that subprocess are returned,
-    parsed from the text of the traceback that the executor sends.
+    The outermost frame of a `__torch_dispatch__` and all frames inside it are left out: they belong to the code that
+    tracks operations. If the exception comes from a subprocess of a `concurrent.futures` executor, only the frames in
+    that subprocess are returned, parsed from the text of the traceback that the executor sends.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(text := getattr(error.__cause__, "tb", None), str):  # by `concurrent.futures`

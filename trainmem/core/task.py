@@ -1,4 +1,4 @@
-"""Tasks: a model with its data and sizes; and profiles: default sizes per kind of machine. Presets need no network."""
+"""Define tasks (a model, its data and sizes) and profiles (defaults per kind of machine). Presets need no network."""
 
 import contextlib
 import dataclasses
@@ -297,7 +297,7 @@ class Task(Record):
         return Weights(name, source, saved or (dict(quantization or {}) or None), by)
 
     def _dtype(self, config, requested: Any, where: str) -> tuple[Any, str]:
-        """Return (a dtype or its name, text: what decides it), see `weights`; `where`: "preset" or the file's name."""
+        """Return (the weights' dtype or its name, who chose it), see `weights`; `where`: "preset" or a file's name."""
         if requested not in (None, "auto"):
             return requested, "requested"
         if (named := config.dtype) is not None:

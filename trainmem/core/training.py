@@ -123,9 +123,9 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
     Args:
         folder: output folder of the Trainer.
-        steps: number of optimizer steps. If `keep_losses` is True, this number is used only if the experiment's
-            arguments set neither `max_steps` nor `num_train_epochs`. If `keep_losses` is False, `max_steps` may
-            reduce this number, but nothing raises it.
+        steps: number of optimizer steps. If `keep_losses` is True, `steps` has an effect only if the experiment's
+            arguments set neither `max_steps` nor `num_train_epochs`. If `keep_losses` is False, the training runs
+            `steps` steps, or `max_steps` if that is smaller.
         keep_losses: True: return the losses, and never evaluate. False: evaluate and save after the last step if the
             arguments request it, and return [].
 

@@ -427,9 +427,9 @@ class CachingAllocator:
     def _expanded(self, pool: Pool, size: int) -> Part | None:
         """Return a free block of `pool`, grown to `size` bytes; None if there is no room.
 
-        If `size` exceeds the address range of one segment, the result is None, too. Releases older than torch 2.15
-        nevertheless take a new segment in this case, and map all of it if there is room. From 2.15 on, no segment is
-        taken (torch: try_allocate_expandable_block).
+        If `size` exceeds the address range of one segment, also return None. In this case torch 2.15 and later take no
+        segment. Older releases take a new segment, and map all of it if there is room (torch:
+        try_allocate_expandable_block).
         """
         if self._refuses_early and size > self._space[pool.page]:
             return None

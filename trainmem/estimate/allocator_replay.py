@@ -83,7 +83,7 @@ class Replay:
 def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: Release | None = None) -> Replay:
     """Replay the log on the model of torch's allocator, and return the memory over time.
 
-    If the allocator runs out of memory, the log is replayed without a limit, and the result is marked as too large.
+    If the allocator runs out of memory, replay the log without a limit, and set `is_too_large` in the result.
 
     Args:
         log: the training's allocations and frees.

@@ -158,8 +158,8 @@ _SHARE_OF_CARD = -1.0  # the value is a share of the card's memory
 def _reserve(value: str) -> float | None:
     """Parse a value of `expandable_segments_reserve`: return the GiB of addresses to reserve, e.g. 40 for "40G".
 
-    A number without "G", e.g. "1.5", means 1.5 times the card's memory: return -1, whatever the number. Return None for
-    a value that is no finite number above 0: torch ignores it.
+    A number without "G" is a multiple of the card's memory, e.g. "1.5". For each such number return `_SHARE_OF_CARD`
+    (-1). Return None for a value that is no finite number above 0, because torch ignores such a value.
     """
     is_gib = value[-1:] in ("G", "g")
     try:

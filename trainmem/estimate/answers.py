@@ -1,7 +1,8 @@
-"""Store estimates for commands, so that a repeated question is answered in a tenth of the time.
+"""Store the estimates of command-line commands, so that a repeated command takes a tenth of the time.
 
-A stored answer's key names everything that the answer depends on: the question, the installed libraries, this package's
-code, the CPU and the environment. Only commands use stored answers (see `stored`); `estimate` always traces.
+A stored estimate is called an answer, the function that makes it and its arguments are called the question. An answer's
+key names everything that the answer depends on: the question, the installed libraries, this package's code, the CPU and
+the environment. Only commands use stored answers (see `stored`); `estimate`, called from Python, always traces.
 """
 
 import contextlib
@@ -95,9 +96,9 @@ def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) 
 def _question(arguments: Sequence) -> list[str] | None:
     """Return texts that identify an estimate's arguments: their repr, and further texts for files and tasks.
 
-    The further texts are the time of change of each file that the arguments name, and the identity of each task.
-    Return None if one of the arguments is the user's own function, the user's own optimizer, or a model on the Hub: no
-    text identifies it in later processes. The answer is then not stored.
+    The further texts are the time of change of each file that the arguments name, and `Task.identity` of each task.
+    Return None if the arguments contain the user's own function, the user's own optimizer, or a model on the Hub,
+    because no text identifies these in later processes. The answer is then not stored.
     """
     parts = [repr(arguments)]
     for each in (part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])):

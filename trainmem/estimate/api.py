@@ -121,7 +121,7 @@ COMPILED_ERROR = (
 
 
 def estimates_so_far() -> list[MemoryEstimate]:
-    """Return every `MemoryEstimate` that this process has made, in order."""
+    """Return every `MemoryEstimate` that this process has made, each once, in the order in which they were made."""
     return list(_made.values())
 
 

@@ -21,7 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Free(NamedTuple):
-    """Free a buffer before the operation ends: the buffer at `index` in the list of buffers held."""
+    """Free a buffer before the operation ends: number `index` (from 0) of those then held, in the order of requests."""
 
     index: int
 
@@ -35,7 +35,7 @@ class Gpu:
 
     Args:
         capability: compute capability, e.g. (9, 0).
-        processors: number and size of the streaming multiprocessors.
+        processors: how many streaming multiprocessors the GPU has, and how many threads each of them runs at once.
         rules: how the modelled torch release differs from others, e.g. in sharing cuBLAS workspaces.
     """
 
@@ -59,10 +59,10 @@ def contiguous_copy(tensor: torch.Tensor, layout: torch.memory_format = torch.co
 
 
 def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
-    """Return the memory requests of memory-efficient attention's forward, in order: result tensors, bytes of buffers.
+    """Return the memory requests of memory-efficient attention's forward: result tensors, then a buffer's bytes.
 
-    For 16-bit heads wider than 128, one buffer holds the result in fp32 (mem_eff_attention/kernel_forward.h:
-    kNeedsOutputAccumulatorBuffer). `made`: the results on fake tensors.
+    For queries in fp16 or bf16, and values with a head dimension above 128, one buffer holds the result in fp32
+    (mem_eff_attention/kernel_forward.h: kNeedsOutputAccumulatorBuffer). `made`: the results on fake tensors.
     """
     wide = query.dtype in HALF and value.shape[-1] > 128
     sums = [4 * query[..., 0].numel() * value.shape[-1]] if wide else []
@@ -70,15 +70,16 @@ def efficient_forward(gpu: Gpu, made, query, key, value, *_, **__):
 
 
 def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest, **__):
-    """Return the memory requests of memory-efficient attention's backward, in order.
+    """Return the memory requests of memory-efficient attention's backward, in the order in which a GPU makes them.
 
-    A tensor is a result, a number is the bytes of a buffer, and a `Free` releases a buffer. The first buffer,
-    if needed, holds a contiguous copy of the gradient. For grouped queries, two buffers hold dK and dV per query head.
-    For inputs in fp32, a buffer holds the product of gradient and output. A further buffer holds the sum of this
-    product for each query row. The last buffer holds dQ in fp32 in tiles, each with a header of 16 bytes. For 16-bit
-    heads wider than a limit (128, 96 or 64, by the GPU and dropout), the last buffer also holds dK and dV in fp32. The
-    size of a tile depends on the GPU's shared memory (mem_eff_attention/kernel_backward.h).
-    `made`: the results on fake tensors.
+    A tensor is a result, a number is the bytes of a buffer, and a `Free` releases a buffer. The buffers hold, in order:
+    - a contiguous copy of the gradient, if needed
+    - for grouped queries: dK and dV per query head, in two buffers
+    - for inputs in fp32: the product of gradient and output
+    - the sum of this product for each query row
+    - dQ in fp32 in tiles, each with a header of 16 bytes; for fp16 or bf16 inputs with a head dimension above a limit
+      (128, 96 or 64, by the GPU and dropout), also dK and dV in fp32. The GPU's shared memory decides a tile's size
+    Source: mem_eff_attention/kernel_backward.h. `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
     half, roomy = query.dtype in HALF, gpu.capability == (8, 0) or gpu.capability[0] in (9, 10)
@@ -105,7 +106,7 @@ def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest,
 
 
 def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
-    """Return the memory requests of flash attention's forward, in order: result tensors, and bytes of buffers.
+    """Return the memory requests of flash attention's forward, in order; tensors are results, numbers buffers' bytes.
 
     If there are too few query rows to keep the GPU busy, the kernel splits the keys into parts, and holds each part's
     result in fp32 until it combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic).
@@ -124,11 +125,12 @@ def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
 
 
 def flash_backward(gpu: Gpu, made, gradient, query, key, value, out, *_, **__):
-    """Return the memory requests of flash attention's backward, in order: result tensors, and bytes of buffers.
+    """Return the memory requests of flash attention's backward: bytes of copies, result tensors, bytes of buffers.
 
-    The first buffer after the results holds one fp32 sum per query row, the second dQ in fp32. If torch's algorithms
-    are deterministic, the second buffer holds one dQ for each part of the keys. For grouped queries, two further
-    buffers hold dK and dV per query head (flash_attn/flash_api.cpp: mha_bwd). `made`: the results on fake tensors.
+    Contiguous copies of the gradient and of the output come first, if needed. The first buffer after the results holds
+    one fp32 sum per query row, the second dQ in fp32. If torch's algorithms are deterministic, the second buffer holds
+    one dQ for each part of the keys. For grouped queries, two further buffers hold dK and dV per query head
+    (flash_attn/flash_api.cpp: mha_bwd). `made`: the results on fake tensors.
     """
     batch, heads, length, head = query.shape
     parts = -(-gpu.processors.count // (batch * heads)) if torch.are_deterministic_algorithms_enabled() else 1

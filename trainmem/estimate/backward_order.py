@@ -21,7 +21,7 @@ class BackwardOrder:
         self._runs = False  # whether a backward pass runs
 
     def numbered(self, run: Callable) -> Callable:
-        """Return a function that renumbers nodes, then calls `run`, torch's function that runs a backward pass."""
+        """Return a function that renumbers a backward pass's nodes, then calls `run`, torch's function for the pass."""
 
         @functools.wraps(run)
         def call(outputs: Sequence[torch.Tensor], gradients, keeps_graph, makes_graph, *args, **options):
@@ -40,7 +40,7 @@ class BackwardOrder:
         return call
 
     def _renumber(self, nodes: list) -> None:
-        """Give `nodes`, and all nodes that follow them in a backward pass, the sequence numbers of a GPU.
+        """Give `nodes`, and all that follow them in a backward pass, the sequence numbers that nodes have on a GPU.
 
         Each node is renumbered only once. In torch before 2.15, numbers cannot be changed and stay as they are.
         """

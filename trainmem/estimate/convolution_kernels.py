@@ -1,6 +1,6 @@
-"""List the memory requests of CUDA's kernels for convolutions and batch norms: results, and bytes of buffers.
+"""List the memory requests of CUDA's kernels for convolutions and batch norms, see `kernels`.
 
-Tensors in another memory format than the kernel's are copied first.
+A tensor in another memory format than the kernel's is copied into a buffer before the kernel runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +23,12 @@ def _convolution(gpu: Gpu, made, tensor, weight, *_, **__) -> list[Step]:
 def _convolution_backward(
     gpu: Gpu, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
 ) -> list[Step]:
-    """Return the memory requests of `convolution_backward`, in order: results (`made`), and bytes of buffers.
+    """Return the memory requests of `convolution_backward`, in order: buffers (bytes, `Free`s) and results (`made`).
 
-    The results are the gradients of images, weights and bias, in this order; torch's own depthwise kernel makes the
-    weights' gradient first. A tensor in another memory format than the kernel's is copied into a buffer. The last
-    buffers hold partial sums of the bias' gradient (native/Convolution.cpp: convolution_backward).
+    The results are the gradients of images, weights and bias, in this order; but torch's own depthwise kernel makes the
+    weights' gradient before the images' gradient. A tensor in another memory format than the kernel's is copied into a
+    buffer. The last buffers, after all results, hold partial sums of the bias' gradient
+    (native/Convolution.cpp: convolution_backward).
     """
     layout = _layout_of_convolution(tensor, weight)
     rest = iter(made)
@@ -51,8 +52,9 @@ def _convolution_backward(
 
 
 def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """Return the memory format in which cuDNN runs a convolution: channels last if the images or the weights are in
-    channels last, otherwise contiguous (ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format)."""
+    """Return the memory format in which cuDNN runs a convolution: channels last if images or weights have this format.
+
+    Otherwise the format is contiguous (ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format)."""
     if tensor.dim() != 4 or torch.float64 in (tensor.dtype, weight.dtype):
         return torch.contiguous_format
     suggested = suggest_memory_format(tensor), suggest_memory_format(weight)
@@ -62,11 +64,11 @@ def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.
 def _is_torchs_own_depthwise(
     tensor: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> bool:
-    """Return whether torch's own depthwise kernel, not cuDNN's, runs a convolution; False for 3 dimensions.
+    """Return whether torch's own depthwise kernel, not cuDNN's, runs a convolution in 1 or 2 dimensions.
 
     In a depthwise convolution each channel has its own filters. In 1 or 2 dimensions, torch's own kernel makes the
-    weights' gradient before the images' gradient. In 3 dimensions (volumes), torch's own kernel makes the
-    images' gradient first, as cuDNN does.
+    weights' gradient before the images' gradient. In 3 dimensions (volumes), this function returns False for either
+    kernel, because torch's own kernel then makes the images' gradient first, as cuDNN does.
     Source: ATen/native/Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter.
     """
     if groups == 1 or tensor.shape[1] != groups or weight.shape[0] % groups:
@@ -107,11 +109,11 @@ def runs_cudnn(tensor, weight, bias, mean, variance, trains: bool) -> bool:
 
 
 def _batch_norm(gpu: Gpu, made, tensor, *rest, **__) -> list[Step]:
-    """Return the memory requests of `native_batch_norm`, in order: the results (`made`), and bytes of buffers.
+    """Return the memory requests of `native_batch_norm`, in order: the results (`made`), with buffers before or after.
 
-    In training, torch's own kernel has buffers for the partial sums of its blocks of threads, see `_shared_sums`
-    (cuda/Normalization.cuh). For cuDNN, an input that is neither contiguous nor channels last is copied into a buffer
-    before the results.
+    In training, torch's own kernel has buffers after the results, for the partial sums of its blocks of threads, see
+    `_shared_sums` (cuda/Normalization.cuh). For cuDNN, an input that is neither contiguous nor channels last is copied
+    into a buffer before the results.
     """
     if runs_cudnn(tensor, *rest[:5]):
         return [*contiguous_copy(tensor, suggest_memory_format(tensor)), *made]
@@ -121,12 +123,12 @@ def _batch_norm(gpu: Gpu, made, tensor, *rest, **__) -> list[Step]:
 def _batch_norm_backward(
     gpu: Gpu, made, gradient, tensor, weight, mean, variance, _, inverse, trains, __, wanted, **___
 ) -> list[Step]:
-    """Return the memory requests of `native_batch_norm_backward`, in order: results (`made`), and buffers.
+    """Return the memory requests of `native_batch_norm_backward`, in order: tensors (`made`), bytes, `Free`s.
 
-    cuDNN, which runs in training only, computes all three gradients; each that is not wanted takes a buffer. If images
-    are contiguous and their gradient is wanted, torch's own kernel takes no buffers. Before the input's gradient,
-    torch's other kernels make two sums per channel, which take buffers, and the gradients of weight and bias
-    (cuda/Normalization.cu: batch_norm_backward_cuda).
+    cuDNN, which runs in training only, computes all three gradients; each gradient that is not wanted takes a buffer.
+    If images are contiguous and their gradient is wanted, torch's own kernel takes no buffers. torch's kernels for
+    channels last make two sums per channel, which take buffers, then the gradients of weight and bias, and last the
+    input's gradient (cuda/Normalization.cu: batch_norm_backward_cuda).
     """
     # torch's fake kernel returns the input's gradient even if it is not wanted.
     of_input, of_weights, channels = made[: wanted[0]], made[len(made) - sum(wanted[1:]) :], 4 * tensor.shape[1]
@@ -148,10 +150,11 @@ def _has_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _shared_sums(tensor: torch.Tensor, numbers: int) -> list[Step]:
-    """Return the bytes of two buffers of a batch norm: partial sums of its blocks of threads, and their counters.
+    """Return the memory requests of a batch norm's partial sums: bytes of a buffer for them, and of one for counters.
 
-    Return [] if the layout is not channels last, or if the rows need fewer than 8 blocks. `tensor`: rows or images.
-    `numbers`: how many numbers per channel a block's partial sum has (cuda/Normalization.cuh: flexible_launch_configs).
+    Each block of threads makes partial sums. Return [] if the layout is not channels last, or if the rows need fewer
+    than 8 blocks. `tensor`: rows or images. `numbers`: how many numbers per channel a block's partial sum has
+    (cuda/Normalization.cuh: flexible_launch_configs).
     """
     if not _has_channels_last(tensor):
         return []
@@ -165,8 +168,9 @@ def _shared_sums(tensor: torch.Tensor, numbers: int) -> list[Step]:
 
 
 def _unfold_backward(gpu: Gpu, made, gradient, shape, dim, *_, **__) -> list[Step]:
-    """Return the memory requests of the backward of `Tensor.unfold`: the result (`made`), and a buffer of positions
-    along the dimension (native/UnfoldBackward.h)."""
+    """Return the memory requests of the backward of `Tensor.unfold`, in order: the result (`made`), then a buffer.
+
+    The buffer holds positions along the dimension (native/UnfoldBackward.h)."""
     return [*made, WORD * shape[dim]]
 
 

@@ -152,7 +152,7 @@ def _ctc_loss(scores, targets, lengths, target_lengths, blank=0, reduction=1, ze
 
 
 def _rms_norm(tensor, shape, weight=None, eps=None):
-    """Return a tensor normalized over its last dimensions, of this `shape`, and the factors by which it was scaled."""
+    """Return (RMSNorm's result, reciprocal of the root mean square) over the last dimensions, of sizes `shape`."""
     wide = tensor.double() if tensor.dtype is torch.float64 else tensor.float()
     small = torch.finfo(wide.dtype).eps if eps is None else eps
     factors = wide.square().mean([*range(-len(shape), 0)], keepdim=True).add(small).rsqrt()

@@ -158,7 +158,7 @@ class DeviceTracker(FakeTracker):
     def _add_adapters(self, plain, *args, **kwargs):
         """Let peft's function `plain` add adapters on the device of the base model's weights.
 
-        A quantized base model is on the GPU at this time; other base models are still on the host.
+        When adapters are added, a quantized base model is on the GPU; other base models are still on the host.
         """
         with patch.object(self, "_adapter_base", self.weights):
             return plain(*args, **kwargs)
@@ -177,7 +177,7 @@ class DeviceTracker(FakeTracker):
                     kept.requires_grad_(True)
 
     def placing(self, paged: bool) -> contextlib.AbstractContextManager:
-        """Return a context in which, if `paged`, new tensors are in memory that the driver pages to the host."""
+        """Return a context: if `paged`, new tensors are in memory that the driver pages to the host; else as usual."""
         return patch.object(self, "_forced", Placement.NEITHER if paged else None)
 
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -284,12 +284,13 @@ class DeviceTracker(FakeTracker):
         return result
 
     def _is_given_device_tensors(self) -> bool:
-        """Return whether the running torch function, e.g. `pad_sequence` (C++, calls `full`), got a device tensor."""
+        """Return whether the torch function that runs now got a tensor on the device; False unless `_places`."""
+        # Asked if an operation has no tensor arguments, e.g. `full`, which `pad_sequence` calls in C++.
         tensors = (each for each in tree_iter(self.given) if isinstance(each, torch.Tensor))
         return self._places and any(map(self.is_on_device, tensors))
 
     def _is_hosted(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether each fake tensor among `tensors` was copied to the host or computed from such copies."""
+        """Return whether each fake tensor in `tensors` is a copy on the host or made from such copies (`_hosted`)."""
         if not self._hosted:
             return False
         storages = [self._storage(each) for each in tensors if isinstance(each, FakeTensor)]
@@ -306,9 +307,9 @@ class DeviceTracker(FakeTracker):
     def _copy_into_base(self, gradient: torch.Tensor) -> None:
         """Log that a new gradient is allocated as a copy of `gradient`, and that `gradient` is then freed.
 
-        `gradient` is that of a view that was overwritten in place. In a real training, AsStridedBackward0 copies it
-        into a new gradient of the view's base. In a trace, where a dispatch mode is active, autograd makes no copy: it
-        repeats the view's operation on the base. The copy must therefore be logged here.
+        `gradient` is the gradient of a view that was overwritten in place. In a real training, AsStridedBackward0
+        copies `gradient` into a new gradient of the view's base. In a trace, where a dispatch mode is active, autograd
+        makes no copy, but repeats the view's operation on the base. The copy must therefore be logged here.
         """
         storage = self._storage(gradient)
         if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():

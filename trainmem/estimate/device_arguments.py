@@ -3,7 +3,7 @@
 In an estimate for a GPU all tensors report the device "cpu", so their own device does not say where they would be.
 `DeviceArguments` is a function mode: torch calls the mode instead of each of torch's functions. The mode looks for a
 device among the arguments, e.g. in `tensor.to("cuda")` or `torch.zeros(3, device="cuda")`, and passes what it finds to
-the tracker (`device`). The tracker records the `Placement` of each tensor.
+the tracker (`device.DeviceTracker`). The tracker records the `Placement` of each tensor.
 """
 
 import contextlib
@@ -41,22 +41,22 @@ class Placement(Enum):
 
 
 class DeviceArguments(TorchFunctionMode):
-    """Put each tensor on the device that a `device=` argument or a call of `to` or `cuda` requests."""
+    """Make the tracker regard each tensor as being where a `device=` argument or a call of `to` or `cuda` puts it."""
 
     def __init__(self, tracker: "DeviceTracker"):
         super().__init__()
         self._tracker, self._default = tracker, None
 
     def set_default(self, device: Any) -> None:
-        """Do what `torch.set_default_device` does."""
+        """Note whether the default device of new tensors is a GPU; this method replaces `torch.set_default_device`."""
         made = self._named(device)
         self._default = made if made is not device else None
 
     def _named(self, device: Any) -> Any:
         """Return `THE_DEVICE` if `device` names a GPU, otherwise `device`.
 
-        If the user's loop itself says where its tensors are, the tracker assumes at first that all are on the host.
-        After the first name of a GPU, the tracker allows tensors on the GPU.
+        If the user's loop itself says where its tensors are, the tracker (`DeviceTracker`) assumes at first that all
+        tensors are on the host. Once this method has found the name of a GPU, the tracker allows tensors on the GPU.
         """
         made = user_cuda.device_argument(device)
         if self._tracker._places and made is not device:
@@ -64,7 +64,7 @@ class DeviceArguments(TorchFunctionMode):
         return made
 
     def entered(self, plain: Callable) -> Callable:
-        """Return a function that calls `plain` under this mode, wherever it is called."""
+        """Return a function that switches this mode on, unless the mode is on already, and calls `plain`."""
 
         def call(*args, **options):
             is_on = self in _get_current_function_mode_stack()

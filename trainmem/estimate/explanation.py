@@ -74,8 +74,8 @@ class Explanation:
     def by_tensor(self, count: int = _ROWS) -> list[tuple[Tensor, tuple[int, int]]]:
         """Return the `count` tensors whose bytes at the peak differ most between recipes A and B, largest first.
 
-        Each is ((category, module, operation, line of code), (bytes at A's peak, bytes at B's peak)). All
-        other tensors are summed in one last entry.
+        Each entry is ((category, module, operation, line of code), (bytes at A's peak, bytes at B's peak)). If there
+        are more tensors, one last entry sums the rest.
         """
         every, rest = [*self.tensors.items()][:count], [*self.tensors.values()][count:]
         others = ("others", f"{len(rest)} more", "", ""), (sum(a for a, _ in rest), sum(b for _, b in rest))
@@ -177,11 +177,11 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
     """Return by how many bytes each argument raises the peak when it changes from recipe A's value to B's.
 
     The result is {argument: (bytes if all earlier arguments have changed already, bytes if no other argument changes)}.
-    The second number is None if it is unknown. Some changes give a valid recipe only together with the change of the
-    next argument. Then both arguments share one entry, with the key "argument, next".
+    The second number is None if it was not estimated, or if the change alone gives no valid recipe. Some recipes become
+    valid only when the next argument changes, too. Then both arguments share one entry, with the key "argument, next".
 
     Args:
-        names: the arguments in which A and B differ, in order.
+        names: the arguments in which A and B differ, in the order in which they change.
         peak: function that takes some of `names` and returns the peak in bytes of a recipe in which these arguments
             have B's values and all others A's; None if this recipe is not valid.
         ends: (peak of A, peak of B) in bytes.
@@ -204,10 +204,11 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
 def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
     """Return (estimate, {tensor: bytes at the peak}, warnings) of one recipe.
 
-    A tensor is (category, module, operation, line of code). Call this function through `fresh_process.with_probe`.
+    A tensor is (category, module or parameter, operation, line of code), see `Tensor`. Call this function through
+    `fresh_process.with_probe`.
 
     Args:
-        probe: measures operator workspaces.
+        probe: the `operator_workspaces.Probe`, which measures operator workspaces.
         tell: called with the percentage of the work that is done.
     """
     from trainmem.estimate import trace
@@ -273,10 +274,11 @@ def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter)
 
 
 def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
-    """Trace the experiment with `follow` (`trace.follow`) and return the trace, with its field `witnessed` filled in.
+    """Trace the experiment with the function `follow` and return the trace, with its field `witnessed` filled in.
 
-    `witnessed` is a tuple of three parts: a list of (module or parameter, line of code), one for each allocated memory
-    block; a list with, for each operation, the length of the tracker's log after it; and the warnings about the model.
+    `follow`: the original `trace.follow`, which this function replaces. `witnessed` is (origins, ends, warnings), with
+    `Witness.origins` and `Witness.warnings`. `ends` has one number per operation from the first mark "start" on: the
+    length of the tracker's log after this operation.
 
     Raises:
         Invalid: the experiment cannot be built or traced, or no parameter gets a gradient.

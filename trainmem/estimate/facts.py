@@ -22,7 +22,7 @@ _OF_LIBRARIES = ("aten.", "bitsandbytes.")
 
 
 def load() -> dict[tuple, Any]:
-    """Return the shared facts, {key: fact}; {} if nothing is shared.
+    """Return the shared facts, {key in `OperationCache` or `Probe`: fact}; {} if nothing is shared.
 
     A fact is left out if one of the environment variables in `answers.deciding_variables` had another value when the
     fact was found. Damaged files are skipped.
@@ -51,6 +51,6 @@ def share(facts: dict[tuple, Any]) -> None:
 
 
 def _folder() -> Path:
-    """Return the folder for facts that are found under the present values of `answers.deciding_variables`."""
+    """Return the folder of the facts found with the present environment variables (`answers.deciding_variables`)."""
     variables = repr(answers.deciding_variables()).encode()
     return Path(os.environ[FOLDER], hashlib.blake2b(variables, digest_size=8).hexdigest())

@@ -1,10 +1,11 @@
-"""List the memory requests of CUDA's kernels in their order: results, and buffers used during the operation.
+"""List the memory requests of CUDA's kernels, in the order in which a kernel makes them.
 
 Some kernels make several results in another order than they return them, and some take memory that no tensor shows.
 Each rule lists the requests that torch 2.13's CUDA build makes in a rehearsal (a dry run on a stub CUDA runtime); the
-rule's docstring says what the kernel does. An operation without a rule requests only its results, in order. A rule
-gets `made`, the results on fake tensors, and the operation's arguments. It returns a list of tensors (results), numbers
-(bytes of buffers) and `Free`s. A buffer is held until a `Free` releases it, otherwise until the operation ends.
+rule's docstring says what the kernel does. An operation without a rule requests only its results, in the order in which
+it returns them. A rule gets `made`, the results on fake tensors, and the operation's arguments. The rule returns a list
+of tensors (results), numbers (bytes of buffers) and `Free`s. A buffer is used during the operation: it is held until a
+`Free` releases it, otherwise until the operation ends.
 """
 
 import math
@@ -35,9 +36,10 @@ class Kernels:
 
     Args:
         capability: the GPU's compute capability, e.g. (9, 0).
-        is_on_device: function of a tensor that returns whether the tensor is on the GPU.
+        is_on_device: function that returns whether a tensor, its argument, is on the GPU. Default: each tensor is.
         rules: the rules of a torch release, see `allocator_settings.release`; None: the installed release.
-        is_on_host: function of a tensor that returns whether the tensor is on the host in a user's own training loop.
+        is_on_host: function that returns whether a tensor is on the host. It returns True only if a user's own training
+            loop says where its tensors are. Default: no tensor is on the host.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class Kernels:
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
 
     def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
-        """Return the bytes of each buffer that a reduction needs besides its result.
+        """Return the memory requests of a reduction besides its result: the bytes of each buffer.
 
         If a sum converts its input to another type, e.g. integers to int64, one buffer holds the converted input. If
         several thread blocks compute one element of the result, other buffers hold their partial results.
@@ -179,7 +181,7 @@ class Kernels:
         return [*[count * WORD] * len(on_host), *(index.numel() * WORD for index in narrow), *made]
 
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
-        """Return the memory requests of `index_put`, in order: the result (`made`), and bytes of buffers.
+        """Return the memory requests of `index_put`, in order: the result (`made`), then bytes and `Free`s of buffers.
 
         With `accumulate`, buffers are needed to compare the smallest and the largest index with the bounds, and then
         to sort the values by index and add them (cuda/Indexing.cu: index_put_with_sort_kernel). Without `accumulate`,
@@ -214,11 +216,12 @@ class Kernels:
         return [WORD, WORD, *shared, *[Free(2)] * len(shared), 1, Free(2), 1, Free(2), Free(1), Free(0)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Return the memory requests of `cumsum` and `cumprod`, in order: the result (`made`), and bytes of buffers.
+        """Return the memory requests of `cumsum` and `cumprod`, in order: the result (`made`), then bytes of buffers.
 
         If the input has another type than the result, a buffer holds the input cast to the result's type. The exception
-        is an fp32 input with an int32 result, as in transformers' cumulative sum of the tokens per expert. A trace sees
-        this sum as on a CPU; on a GPU the sum's input is in int32 and needs no cast (transformers/integrations/moe.py).
+        is an fp32 input with an int32 result, as in transformers' cumulative sum of the tokens per expert. The input of
+        that sum is in fp32 only on a CPU, and therefore in a trace, which runs on CPU tensors. On a GPU, the input is
+        in int32 and needs no cast (transformers/integrations/moe.py).
         """
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
@@ -249,7 +252,7 @@ class Kernels:
         ]
 
     def _extreme(self, made, tensor, dim=None, *_, **__):
-        """Return the memory requests of `amax`, `amin`, `max` and `min`, in order: results (`made`), bytes of buffers.
+        """Return the memory requests of `amax`, `amin`, `max` and `min`, in order: results (`made`), then buffers.
 
         The buffers hold partial results in the type of the tensor. With two results (`max` and `min` along a
         dimension) there are no buffers.
@@ -291,8 +294,9 @@ class Kernels:
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
     def _cell(self, made, *_, **__):
-        """Return the results of an LSTM's or a GRU's cell in the order in which the kernel makes them: what it keeps
-        for backward comes first (cuda/RNN.cu)."""
+        """Return the memory requests of an LSTM's or a GRU's cell: its results (`made`), in the kernel's order.
+
+        The kernel first makes the result that it keeps for the backward pass, the last in `made` (cuda/RNN.cu)."""
         return [made[-1], *made[:-1]]
 
     def _fold(self, made, tensor, *_, **__):
@@ -309,8 +313,7 @@ class Kernels:
         return [*[made[0].element_size()] * sum(on_host), *made]
 
     def _power(self, made, base, *_, **__):
-        """Return the memory requests of `pow`, in order: the result (`made`), and a buffer for a base that is a number
-        (native/Pow.cpp)."""
+        """Return the memory requests of `pow`: the result (`made`), a buffer if `base` is a number (native/Pow.cpp)."""
         return made if torch.is_tensor(base) else [*made, WORD]
 
     def _copy(self, made, target, source, *_, **__):
@@ -328,7 +331,8 @@ class Kernels:
     def _scatter_reduce(self, made, tensor, dim, index, source, reduce, *_, **__):
         """Return the memory requests of `scatter_reduce`, in order: the result (`made`), and bytes of buffers.
 
-        For a mean the buffers hold ones, the counts of what was added, and a mask (native/TensorAdvancedIndexing.cpp).
+        Only a mean has buffers. They hold ones, the counts of the values that were added, and a mask
+        (native/TensorAdvancedIndexing.cpp).
         """
         return [*made, *([source.nbytes, tensor.nbytes, tensor.numel()] if reduce == "mean" else [])]
 
@@ -349,7 +353,7 @@ class Kernels:
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
-        """Return the memory requests of `isinf`: a buffer for the absolute values, the result (`made`), and a free."""
+        """Return the memory requests of `isinf`: a buffer (absolute values), the result (`made`), the buffer's free."""
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _norm_backward(self, made, gradient, tensor, shape, *rest, **__):

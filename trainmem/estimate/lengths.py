@@ -243,14 +243,14 @@ def worst_batch(
 
 
 def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
-    """Return the lengths of all samples of step `number`, and of the steps before and after it, as one list in order.
+    """Return, as one list, the lengths of all samples of the step before `number`, of `number`, and of the step after.
 
-    If `number` is the first step, and there are at least three steps, the second step is put before it, too. The
+    The first step has no step before it; if there are at least three steps, the second step is used in its place. The
     optimizer creates its states in the first traced step. With a step before it, step `number` is traced while these
     states exist, as they do from the second epoch on.
 
     Args:
-        steps: for each step, for each of its micro-batches, the numbers of its samples in the data set.
+        steps: for each step, for each of its micro-batches, the numbers of the micro-batch's samples in the data set.
         lengths: tokens of each sample of the data set, by its number.
     """
     before = steps[number - 1] if number else steps[1] if len(steps) > 2 else []

@@ -60,7 +60,7 @@ class Fits:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Hold an estimate of peak memory in bytes and its assumptions; `fits` tells whether the training fits a card."""
+    """Hold an estimate: peak memory in bytes, and assumptions; `fits` tells whether the training fits a card."""
 
     name: str  # in tables and pictures
     task: dict[str, Any]  # see `Task.to_dict`

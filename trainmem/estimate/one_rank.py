@@ -127,7 +127,7 @@ def _bucketed(
 def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Make accelerate apply the Trainer's `fsdp` in this context; outside it, accelerate does so only on GPUs.
 
-    `send`: called with each whole tensor that FSDP2 moves to the device before FSDP2 shards the tensor.
+    `send`: called with each whole tensor when FSDP2 moves it to the device. FSDP2 shards the tensor only later.
     """
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
@@ -171,7 +171,8 @@ def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
 class DeviceName(str):
     """Name the modelled GPU for DeepSpeed.
 
-    torch reads this text as "cpu". `DeviceTracker` takes it for the GPU, because the text's class is not plain `str`.
+    torch reads this text as "cpu". `DeviceTracker` recognizes the class `DeviceName`, and treats the text as the GPU. A
+    plain `str` "cpu" means the host.
     """
 
 

@@ -35,7 +35,8 @@ class OperationCache:
 
     Args:
         known: {key of an operation and its arguments: how to rebuild the result}; may have other entries too, e.g. the
-            workspaces of a `Probe`. New results are added to this dictionary. None: start with an empty dictionary.
+            operator workspaces of a `Probe` (see `operator_workspaces`). New results are added to this dictionary.
+            None: start with an empty dictionary.
         device: the device whose kernels are assumed: "cpu", or e.g. "cuda, torch 2.15".
     """
 

@@ -107,9 +107,9 @@ class Probe:
     def run(self, operations: Sequence[Operation]) -> None:
         """Determine the workspaces of these operations, except those that are known already.
 
-        Large operations whose workspace cannot be extrapolated are run at full size, in the order of `operations`,
-        until `OWN_SIZE_SECONDS` are used up. The workspaces of later ones of this kind are assumed. `operations` should
-        therefore begin with the most important ones.
+        Large operations whose workspace cannot be extrapolated are run at full size, in the order of `operations`, for
+        `OWN_SIZE_SECONDS` in total. If too little time is left for such an operation, its workspace is assumed.
+        `operations` should therefore begin with the most important ones.
         """
         run = functools.partial(self._runner, threads=self.threads)
         tried: dict[tuple, _Tried] = {}
@@ -211,7 +211,8 @@ def _is_sizeless(operation: Operation) -> bool:
 def smaller(operation: Operation, limit: int) -> list[Operation]:
     """Return three forms of an operation with smaller tensors, the largest form first; [] if that is impossible.
 
-    All three forms have the same dimensions shortened. A form's operands and results have at most `limit` bytes.
+    All three forms have the same dimensions shortened. Operands and results of a form have at most `limit` bytes
+    together.
     """
     # If the workspace depends on only some of these dimensions, it is no linear function of the bytes of operands and
     # results, and `line` returns None.
@@ -230,7 +231,7 @@ def resized(operation: Operation, factors: dict[int, int]) -> Operation:
     """Return a smaller form of an operation, so that running it takes less memory and time.
 
     The bytes of the results (`made_bytes`) are not traced again: they shrink by the same ratio as the sum of the bytes
-    of all tensor arguments. If no tensor argument shrinks, they are divided by the product of all factors.
+    of all tensor arguments. If no tensor argument shrinks, `made_bytes` is divided by the product of all factors.
 
     Args:
         operation: the operation; it is not changed.
@@ -270,7 +271,8 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
 class _Tried:
     """Hold an operation and its first runs; calculate from these runs the operation's workspace at full size.
 
-    Full size is the size that the training uses. The first runs mostly use smaller tensors.
+    The first runs are those of the operations that `_at_first` returns; most of them use smaller tensors. Full size is
+    the size that the training uses.
     """
 
     operation: Operation
@@ -279,9 +281,10 @@ class _Tried:
     warm: Seen | None = None  # a second run at the largest of these sizes
 
     def conclusion(self) -> Hidden | None:
-        """Return the operation's workspace at its full size; None if the first runs are not enough to determine it.
+        """Return the operation's workspace at full size; None if the first runs (`seen`) do not determine it.
 
-        It is measured if the operation ran at full size, otherwise extrapolated on a line through three smaller sizes.
+        The workspace is the measured one if the operation ran at full size. Otherwise it is extrapolated on a line
+        through three smaller sizes.
         """
         if len(self.group) == 1:  # at its own size, or size does not matter
             return Hidden(self.seen[0].bytes, "measured") if self.seen[0] else _UNKNOWN
@@ -298,8 +301,8 @@ class _Tried:
     def assumption(self) -> Hidden:
         """Return an assumed workspace for the operation at its full size, or an unknown one if no run succeeded.
 
-        For each first run, the workspace is divided by the bytes of operands and results. The largest of these ratios
-        is multiplied by the bytes of operands and results at full size.
+        For each successful run in `seen`, the workspace is divided by the bytes of operands and results. The largest of
+        these ratios is multiplied by the bytes of operands and results at full size.
         """
         pairs = zip(self.group, self.seen, strict=True)
         shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
@@ -308,8 +311,9 @@ class _Tried:
     def expected_seconds(self) -> float:
         """Return the seconds that the operation should take at full size.
 
-        They are the seconds of the run `warm` at a smaller size, times (bytes at full size / bytes in this run) **
-        `_GROWTH`. Without the run `warm`, they are the bytes at full size / `_SLOW_BYTES_A_SECOND`.
+        `warm` is a second run at the largest of the smaller sizes. Its seconds are multiplied by a ratio to the power
+        of `_GROWTH`: the bytes at full size divided by the bytes at this smaller size. Without `warm`, the result is
+        the bytes at full size divided by `_SLOW_BYTES_A_SECOND`.
         """
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
@@ -398,7 +402,7 @@ def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
 def _sparse(spec: SparseSpec) -> torch.Tensor:
     """Return a sparse tensor with the shape, type and number of stored elements in `spec`.
 
-    The stored elements are zeros at the tensor's first positions, in order.
+    The stored elements are zeros at the tensor's first positions, in row-major order.
     """
     positions = torch.stack(torch.unravel_index(torch.arange(spec.count), spec.shape))
     values = torch.zeros(spec.count, dtype=spec.dtype)
@@ -408,7 +412,7 @@ def _sparse(spec: SparseSpec) -> torch.Tensor:
 
 
 def _once(operation: Operation, mark: str) -> None:
-    """Run the operation on zeros between two profiler marks named `mark`; if it fails, the second mark is missing."""
+    """Run the operation on zeros between the profiler marks "{mark} begins" and, if it succeeds, "{mark} ends"."""
     try:
         leaves = [
             torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype).zero_()

@@ -170,8 +170,9 @@ _WORKER_ARGUMENTS = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 def enough_samples(arguments: Arguments, processes: int = 1) -> int:
-    """Return the number of samples that a trace of `processes` ranks needs: those of four steps, because three steps
-    are traced and the data loader fetches one batch ahead.
+    """Return the number of samples that a trace of `processes` ranks needs: the samples of four steps.
+
+    Three steps are traced, and the data loader fetches one batch ahead.
     """
     return 4 * arguments.samples_per_step(processes)
 
@@ -179,7 +180,7 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
 def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
     """Return (the trace of an experiment, the entries that the trace added to the cache of operations' results).
 
-    The cache is the dictionary `_with["known"]`, see `OperationCache`: {key: how to rebuild the result}.
+    The cache is `_with["known"]`, the argument `known` of `trace_of`: {key: how to rebuild an operation's result}.
     """
     import torch
 
@@ -256,14 +257,14 @@ def _traced(
 
 @contextlib.contextmanager
 def _no_maps() -> Iterator[None]:
-    """Empty bitsandbytes' cache of maps for one trace, as in a fresh process: earlier traces sent the maps to a GPU."""
+    """Hide bitsandbytes' quantization maps for one trace, as in a fresh process: earlier traces sent them to a GPU."""
     functions = sys.modules.get("bitsandbytes.functional")
     with patch.dict(functions.name2qmap, clear=True) if functions else contextlib.nullcontext():
         yield
 
 
 def _library_assumptions(trace: Trace) -> list[str]:
-    """Return the assumptions about operations of a trace that NVIDIA's libraries run on a GPU."""
+    """Return the assumptions about those operations of a trace that NVIDIA's libraries, e.g. cuFFT, run on a GPU."""
     names = {each.name.partition(".")[2].partition(".")[0] for each in trace.operations}
     solved = {name for name in names if name.startswith(("linalg_", "_linalg_", "cholesky"))} - _NOT_SOLVED
     transforms = any(name.startswith("_fft_") for name in names)
@@ -345,7 +346,7 @@ def _rank_assumptions(arguments: Arguments, on_cuda: bool) -> list[str]:
 
 
 def _rules_assumption(rules: Release) -> str:
-    """Return a sentence that names the torch release whose allocator rules were used."""
+    """Return a sentence that names the torch release whose allocator rules the estimate follows, and these rules."""
     torch = f"torch {rules.torch}" if is_tested(rules) else untested_text(rules.torch)
     workspace = "cuBLAS' workspace" if rules.shares_workspace else "a workspace of its own, 1 MiB a thread"
     matmuls = f"cuBLASLt uses {workspace}" if rules.keeps_workspaces else "each matmul frees its workspace"
@@ -366,8 +367,8 @@ def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str
     """Return a trace's totals with operator workspaces, and the assumptions about these workspaces, as texts.
 
     The totals are an array (operations,): the highest total bytes during each operation. Operations with the same
-    signature need the same workspace, so each signature is measured once. The time for measuring is limited: signatures
-    that run when most bytes are live come first.
+    signature need the same workspace, so each signature is measured once. The time for measuring is limited. Therefore
+    the signatures that run when most bytes are live are measured first.
     """
     from trainmem.estimate.operator_workspaces import assumptions
 
@@ -399,8 +400,9 @@ def attention_kernels(trace: Trace) -> tuple[str, ...]:
 
 
 def memory_of(traced: TracedExperiment) -> Memory:
-    """Return the memory of a traced experiment, in bytes. On CUDA these are the tensors' own bytes; the allocator would
-    round them up.
+    """Return the memory of a traced experiment, in bytes.
+
+    On CUDA these are the tensors' own bytes; the allocator would round them up.
     """
     trace, totals = traced.trace, traced.totals
     peak = int(totals.argmax())  # the index of the operation
@@ -445,7 +447,7 @@ def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
 
 
 def _on_cuda(trace: Trace, device: Device) -> tuple[Memory, bool]:
-    """Replay a trace on the allocator model; return (the memory, whether the training is too large for the card)."""
+    """Replay a trace on the allocator model; return (the memory, whether the memory exceeds `device.memory_bytes`)."""
     found = allocator_replay.replayed(trace.log, device.settings, device.memory_bytes, device.rules)
     memory, context = found.memory(), cards.context_bytes(device.compute_capability)
     memory = replace(

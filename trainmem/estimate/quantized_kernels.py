@@ -19,10 +19,11 @@ OUTLIER_OPERATIONS = {"int8_vectorwise_quant", "int8_mixed_scaled_mm"}
 
 
 def program(gpu: GPU, name: str, made: list[torch.Tensor], *args, **kwargs) -> tuple[list, list, bool]:
-    """Return (arguments that must be contiguous, memory requests in order, whether the operation calls cuBLAS).
+    """Return (arguments that must be contiguous, memory requests, whether the operation calls cuBLAS).
 
-    The operation first copies each of these arguments that is not contiguous. A memory request is either a tensor, for
-    a result, or a number, for the bytes of a buffer. A buffer is held until the operation ends.
+    The operation first copies each of these arguments that is not contiguous. It then makes the memory requests, in the
+    order of the list. A request is either a tensor, for a result, or a number, for the bytes of a buffer. A buffer is
+    held until the operation ends.
 
     Args:
         gpu: the modelled GPU.

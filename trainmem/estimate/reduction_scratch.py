@@ -22,10 +22,10 @@ class Processors:
 
 
 def processors(capability: tuple[int, int]) -> Processors:
-    """Return the number and the size of the multiprocessors that are assumed for a compute capability.
+    """Return the assumed number of multiprocessors of a GPU with a compute capability, and the threads of each.
 
-    They are those of one GPU. Below 8.0: T4; 8.0: A100; other 8.x: A10G; 9.x: H100; 10.x and 11.x: B200; from 12.0 on:
-    RTX 5090. Threads per multiprocessor: CUDA Programming Guide, "Technical Specifications per Compute Capability".
+    One GPU stands for each range. Below 8.0: T4; 8.0: A100; other 8.x: A10G; 9.x: H100; 10.x and 11.x: B200; from 12.0
+    on: RTX 5090. Threads per multiprocessor: CUDA Programming Guide, "Technical Specifications per Compute Capability".
     """
     if capability >= (12, 0):
         return Processors(170, 1536)

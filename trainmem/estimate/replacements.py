@@ -82,10 +82,10 @@ def random_masks(tracker: "FakeTracker") -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_parameters() -> Iterator[None]:
-    """Let subclasses of `torch.nn.Parameter`, such as bitsandbytes', be made from fake tensors in this context, and let
-    `copy.deepcopy` copy fake tensors.
+    """Let subclasses of `torch.nn.Parameter`, such as bitsandbytes', be made from fake tensors in this context.
 
-    Such a parameter gets a class that inherits from both the subclass and `FakeTensor`.
+    Such a parameter gets a class that inherits from both the subclass and `FakeTensor`. `copy.deepcopy` can copy fake
+    tensors in this context.
     """
     plain = torch.Tensor._make_subclass
 
@@ -121,11 +121,11 @@ def fake_parameters() -> Iterator[None]:
 
 
 def _deep_copy(tensor: FakeTensor, memo: dict) -> torch.Tensor:
-    """Return a deep copy of a fake tensor, in place of torch's `__deepcopy__`; allocate what torch allocates for a real
-    tensor. `memo` is that of `copy.deepcopy`.
+    """Return a deep copy of a fake tensor; allocate what torch allocates for the deep copy of a real tensor.
 
-    torch's `__deepcopy__` would also copy the tensor's `FakeTensorMode`. A view of the copy would then get its own
-    memory instead of sharing the copy's.
+    This function replaces torch's `__deepcopy__`, which would also copy the tensor's `FakeTensorMode`. A view of the
+    copy would then get its own memory, and would not share the memory of the copy. `memo`: the dict that
+    `copy.deepcopy` passes.
     """
     if id(tensor) in memo or not tensor.is_leaf:
         return torch.Tensor.__deepcopy__(tensor, memo)  # the known copy, or an error
@@ -175,7 +175,7 @@ def fake_module_to(tracker: "FakeTracker") -> Callable:
 
 
 def fake_casts(tracker: "FakeTracker") -> Iterator[tuple[Any, str, Callable]]:
-    """Yield (class, method, replacement) for methods of `Module` that move or cast weights, see `fake_module_to`."""
+    """Yield (class, method name, replacement) for `Module` methods that move or cast weights, see `fake_module_to`."""
     to = fake_module_to(tracker)
     yield torch.nn.Module, "to", to
     for name in ("half", "bfloat16", "float", "double"):
@@ -186,17 +186,18 @@ def fake_casts(tracker: "FakeTracker") -> Iterator[tuple[Any, str, Callable]]:
 def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.AbstractContextManager:
     """Return a context in which only the first two and the last of a step's micro-batches are traced.
 
-    The micro-batches between them do not run. For a CPU, they have no entries in the log. For a GPU, the log entries of
-    the second micro-batch are repeated for the third to the 32nd (`_REPEATED`), because the allocator's free blocks may
-    still change. Later micro-batches have no entries. One with a new shape, e.g. at the data's end, always runs.
+    The micro-batches between these do not run. For a CPU, they have no entries in the tracker's log of allocations and
+    frees. For a GPU, the third to the 32nd (`_REPEATED`) get a repetition of the second micro-batch's log entries,
+    because the allocator's free blocks may still change. From the 33rd on, they have no entries. A micro-batch with a
+    new shape, e.g. at the data's end, always runs.
 
     Args:
         tracker: the tracker of the trace; its log gets the repeated entries.
-        alike: whether micro-batches of one shape are equal, except that the first one makes the gradients. If so, the
-            last micro-batch does not run either: the log entries of the second one are repeated for it. In later steps
-            no micro-batch runs: the log entries of the first step are repeated. If the allocator's cache is emptied
-            every n steps (`torch_empty_cache_steps`), the first n steps are traced, and later steps repeat their log
-            entries.
+        alike: whether micro-batches of one shape make equal log entries, except the first of a step, which makes the
+            gradients. If so, the last micro-batch does not run either: the log entries of the second one are repeated
+            for it. In later steps no micro-batch runs: the log entries of the first step are repeated. If the
+            allocator's cache is emptied every n steps (`torch_empty_cache_steps`), the first n steps are traced, and
+            later steps repeat their log entries.
     """
     from transformers import Trainer
 

@@ -1,4 +1,4 @@
-"""Assume that a mixture's router sends equally many tokens to each expert, or all tokens to the same experts."""
+"""Assume that a mixture of experts routes equally many tokens to each expert, or all tokens to the same experts."""
 
 from enum import Enum
 

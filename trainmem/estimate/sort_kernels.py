@@ -1,8 +1,9 @@
 """List the memory requests of CUDA's kernels that sort, select and draw, see `kernels`.
 
 Each rule (a function in `RULES`) gets the GPU, `made` (the results on fake tensors) and the operation's arguments. The
-rule returns the requests in order: results, bytes of buffers, and `Free`s. Most of these kernels sort with CUB, in a
-buffer whose size depends on the GPU's compute capability.
+rule returns the requests in the order in which the kernel makes them. A request is a tensor (a result), a number (the
+bytes of a buffer) or a `Free` (the release of a buffer). Most of these kernels sort with CUB, in a buffer whose size
+depends on the GPU's compute capability.
 """
 
 import math
@@ -23,7 +24,7 @@ _SHARED_ROWS = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000)
 
 
 def _unique_at_once(gpu: Gpu) -> int:
-    """Return the `tile` for `scan_bytes`: the sorted elements in which one thread block looks for distinct ones."""
+    """Return how many sorted elements a thread block searches for distinct ones: the `tile` for `scan_bytes`."""
     return 4928 if gpu.capability >= (9, 0) else 1344 if gpu.capability == (8, 0) else 320
 
 
@@ -66,12 +67,13 @@ def _keys_bytes(gpu: Gpu, count: int, key: int) -> int:
 
 
 def _sort(gpu: Gpu, made, tensor, dim=-1, *_, **options) -> list[Step]:
-    """Return the memory requests of `sort`, in order: the results (`made`), and bytes of buffers.
+    """Return the memory requests of `sort`, in order: the results (`made`), then bytes and `Free`s of buffers.
 
-    Rows of up to 4096 numbers take one buffer, for the positions 0, 1, ... of a row. Longer rows are sorted by CUB,
-    which takes buffers, too. A single row, or each of several very long rows, is sorted on its own. Up to 127 rows are
-    sorted together by number, then by row. More rows are sorted as segments of one array. If the numbers of a row do
-    not lie next to each other, buffers hold copies of the input and of the results (cuda/SortStable.cu, Sort.cpp).
+    Rows of up to 4096 numbers take one buffer, for the positions 0, 1, 2 and so on of a row. Longer rows are sorted by
+    CUB, which takes buffers, too. A single row is sorted on its own, and so is each row of a million numbers or more.
+    Other rows, if there are 2 to 127, are sorted together: by the value of their numbers, and then by row. 128 or more
+    rows are sorted as segments of one array. If the numbers of a row do not lie next to each other, buffers hold copies
+    of the input and of the results (cuda/SortStable.cu, Sort.cpp).
     """
     dim = options.get("dim", dim)
     size = tensor.shape[dim] if tensor.dim() else 1
@@ -93,7 +95,7 @@ def _sort(gpu: Gpu, made, tensor, dim=-1, *_, **options) -> list[Step]:
 
 
 def _topk(gpu: Gpu, made, tensor, k, dim=-1, largest=True, ordered=True, *_, **__) -> list[Step]:
-    """Return the memory requests of `topk`, in order: the results (`made`), and bytes of buffers.
+    """Return the memory requests of `topk`, in order: the results (`made`), then bytes and `Free`s of buffers.
 
     If the rows are long, several blocks of threads search each row by radix select, digit by digit. Buffers hold the
     count of numbers for each value of a digit, and running sums of these counts. If a row has more than 4096 results,
@@ -116,7 +118,7 @@ def _topk(gpu: Gpu, made, tensor, k, dim=-1, largest=True, ordered=True, *_, **_
 
 
 def _randperm(gpu: Gpu, made, *_, **__) -> list[Step]:
-    """Return the memory requests of `randperm`, in order: the result (`made`), and bytes of buffers.
+    """Return the memory requests of `randperm`, in order: the result (`made`), then bytes and `Free`s of buffers.
 
     The positions are sorted by random keys (cuda/Randperm.cu).
     """
@@ -128,7 +130,7 @@ def _randperm(gpu: Gpu, made, *_, **__) -> list[Step]:
 
 
 def _multinomial(gpu: Gpu, made, tensor, count, replacement=False, *_, **__) -> list[Step]:
-    """Return the memory requests of `multinomial`, in order: the result (`made`), and bytes of buffers.
+    """Return the memory requests of `multinomial`, in order: the result (`made`), then bytes and `Free`s of buffers.
 
     If several samples are drawn with replacement, there are two buffers of the probabilities' size. In all other cases
     small buffers serve to check the probabilities, and the next buffer has a random number for each probability. If
@@ -191,9 +193,10 @@ def _embedding_bag_backward(gpu: Gpu, made, gradient, indices, *rest, **__) -> l
 
 
 def _embedding_bag(gpu: Gpu, made, *_, **__) -> list[Step]:
-    """Return the results of `_embedding_bag` in the order in which the kernel makes them (cuda/EmbeddingBag.cu).
+    """Return the memory requests of `_embedding_bag`: the results (`made`), in the order in which they are made.
 
-    The order is: the sizes of the bags, the bag of each index, the sums, and the positions of the maxima."""
+    The order is: sizes of the bags, bag of each index, sums, and positions of the maxima (cuda/EmbeddingBag.cu).
+    """
     sums, bags, sizes, maxima = made
     return [sizes, bags, sums, maxima]
 

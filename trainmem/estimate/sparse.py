@@ -38,9 +38,10 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
 
 
 def _of_parts(made, _, __, ___, indices, values, **____) -> list[Step]:
-    """Return no memory requests: a sparse tensor made from indices and values shares their memory.
+    """Return no memory requests, because a sparse tensor made from indices and values shares their memory.
 
-    torch's fake kernel copies indices that are not fake. The result keeps the given indices and values alive.
+    torch's fake kernel copies indices that are not fake. This function therefore stores the given indices and values in
+    the result (`made_from`), which keeps them alive.
     """
     made[0].made_from = indices, values
     return []

@@ -90,8 +90,9 @@ class Operation:
 
     @property
     def signature(self) -> tuple:
-        """A key that is equal for operations with equal allocations. It includes the arguments' types, because 1, 1.0
-        and True are equal in Python.
+        """A key that is equal for operations with equal allocations.
+
+        The key includes the arguments' types, because 1, 1.0 and True are equal in Python.
         """
         return self.name, self.leaves, tuple(map(type, self.leaves))
 
@@ -103,8 +104,9 @@ class Operation:
 
 
 def flat(args: Sequence, kwargs: dict[str, Any]) -> tuple[list, Structure]:
-    """Return (all values among an operator's arguments as one list, the structure from which `nested` restores the
-    arguments). Lists among the arguments must not contain lists.
+    """Return (flat list of an operator's arguments, structure from which `nested` restores the arguments).
+
+    The flat list has each item of a list among the arguments as its own entry. Such a list must not contain lists.
     """
     leaves, lengths = [], []
     for value in itertools.chain(args, kwargs.values()):
@@ -137,7 +139,7 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Hold allocations and frees in order, from the model's loading on, with each block's bytes and origin."""
+    """Hold allocations and frees in order of time, from the model's loading on, with each block's bytes and origin."""
 
     blocks: list[tuple[int, Label]]  # (bytes, not rounded; origin), in the order of allocation
     events: list[int]  # n: block n is allocated; ~n: it is freed
@@ -145,7 +147,7 @@ class Log:
     emptied: tuple[int, ...] = ()  # numbers of events after which the allocator's cache is emptied
 
     def position(self, label: str) -> int:
-        """Return the number of events before the first of `marks` with this label, e.g. "start"; 0 if there is none."""
+        """Return the number of events before the log's first mark with this `label`, e.g. "start"; 0 if it has none."""
         return next((position for own, position in self.marks if own == label), 0)
 
 

@@ -72,9 +72,10 @@ def measured(
 
     Args:
         meters: names of meters, e.g. ["memory", "time"]; each runs the experiment in a fresh subprocess. "memory" may
-            need two; "peak", which is "memory" without the breakdown by category, never does. Two names stand for no
-            meter: with "none" the experiment's code may time itself, with "value" it may not. In a course, other
-            lessons wait while something is timed.
+            need a second subprocess; "peak", which is "memory" without the breakdown by category, needs only one.
+            "none" and "value" run the experiment without a meter. With "none", the experiment's code may read a clock.
+            With "value", reading a clock raises an error, because other lessons of a course may be running. In a
+            course, other lessons wait while something is timed.
         timeout: seconds per meter.
         on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """
@@ -100,8 +101,8 @@ def measured(
 def measure(experiment: Experiment, meters: Sequence[str], timeout: float) -> Outcome:
     """Run an experiment with one meter after the other, until one fails; return an outcome with the figures of all.
 
-    `meters`: names of meters, e.g. ["memory", "time"]; also "none" or "value", see `measured`. `timeout`: seconds per
-    meter.
+    `meters`: names of meters, e.g. ["memory", "time"]. "none" and "value" run the experiment without a meter: with
+    "none" its code may read a clock, with "value" it must not, see `measured`. `timeout`: seconds per meter.
     """
     return [*measured(experiment, meters, timeout)][-1]
 

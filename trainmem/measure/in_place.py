@@ -33,10 +33,10 @@ _WRAPPERS = ("torch._compile", "torch._dynamo")  # they wrap `__torch_dispatch__
 
 
 def form(function, args: Sequence[Any], is_temporary: Callable[[torch.Tensor], bool]):
-    """Return the operator that autograd would run in an untracked training: `function`, or its form in place.
+    """Return the operator that autograd would run without a `Tracker`: `function`, or its in-place form (in `FORMS`).
 
     Args:
-        function, args: an operation of `FORMS`, and its positional arguments.
+        function, args: an operation (a key of `FORMS`), and its positional arguments.
         is_temporary: function that returns whether a tensor was made in this backward. The operations in `_NODES` are
             done in place only by the autograd nodes listed there, and only in a tensor that was made in this backward.
     """

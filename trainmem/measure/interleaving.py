@@ -155,7 +155,8 @@ def play(
             `next` returns the outcome of the training if the training has ended, otherwise None.
         turns: timed turns per player.
         steps_per_turn: steps in a turn.
-        on_turn: called after each warm-up and each turn, with the number of those that are finished.
+        on_turn: called after each warm-up and each turn. Its argument is how many warm-ups and turns are finished, of
+            all players together.
     """
     outcomes: dict[int, Outcome] = {}
     for number, which in enumerate((*range(len(players)), *_order(len(players), turns)), 1):
@@ -176,14 +177,15 @@ def _fastest(timing: Timing, turns: int, steps_per_turn: int) -> list[Seconds]:
 
 
 class ThreadPlayer(threading.Thread):
-    """Run one of several interleaved experiments in a thread that stops after given steps.
+    """Run one of several interleaved experiments in a thread that pauses after given steps.
 
-    `next` lets the thread run until its next stop, or until the experiment ends.
+    `next` lets the thread run until its next pause, or until the experiment ends. `next` returns the outcome if the
+    experiment has ended, otherwise None.
 
     Args:
         perform: function that performs the experiment and returns its outcome. Its argument is a function, which it
             must call with the number of each finished step.
-        stops: the numbers of the steps after which to stop.
+        stops: the numbers of the steps after which to pause.
     """
 
     def __init__(self, perform: Callable[[Callable[[int], None]], Outcome], stops: range):

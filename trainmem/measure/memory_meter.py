@@ -92,7 +92,7 @@ class MemoryMeter:
         return self._stack.__exit__(*error)
 
     def result(self) -> Memory | None:
-        """Return the memory in bytes; its breakdowns are None if the meter tracked no tensors, see `MemoryMeter`.
+        """Return the memory in bytes; the breakdowns are None if the meter tracked no tensors, see `MemoryMeter`.
 
         Return None if the code is compiled and none of its first `compiling_steps` steps has ended.
         """
@@ -204,10 +204,11 @@ def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str
 
 @contextlib.contextmanager
 def profiled() -> Iterator[torch.profiler.profile]:
-    """Run torch's profiler in this context, and yield it. The CPU allocator reports each allocation and free to it.
+    """Run torch's profiler in this context, and yield the profiler.
 
-    Of the other events it keeps only those with the scope USER_SCOPE, e.g. `Recorded`: records of every operation would
-    more than double the time of a small training.
+    The profiler records each allocation and free of the CPU allocator. Of all other events it records only those with
+    the scope USER_SCOPE, e.g. the events of `Recorded`, because records of every operation would more than double the
+    time of a small training.
     """
     scopes = {torch._C._profiler.RecordScope.USER_SCOPE}
     enable = functools.partial(torch.autograd.profiler._enable_profiler, scopes=scopes)
@@ -219,9 +220,9 @@ def profiled() -> Iterator[torch.profiler.profile]:
 
 
 def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, list[_Ran]]]:
-    """Return (the allocations and frees that the profiler saw, {name: the events that we recorded under this name}).
+    """Return (the allocations and frees that the profiler saw, {name: the events with this name}).
 
-    All of them are in order of time.
+    The events are those that `Recorded(name)` recorded. The first list, and each list of events, is sorted by time.
     """
     changes, marked = [], collections.defaultdict(list)
     for event in profile.profiler.kineto_results.events():
@@ -245,9 +246,9 @@ def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
 
 
 def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
-    """Return the CPU allocator's totals, computed from the allocations and frees that the profiler recorded.
+    """Compute the CPU allocator's totals, see `_Account`, from the allocations and frees that the profiler recorded.
 
-    `tracker`: the watcher of the training, whose `marks` say where phases begin and end.
+    `tracker`: the watcher of the training; its `marks` say where phases begin and end.
     """
     changes, marked = events(profile)
     times, totals = running(changes)
@@ -275,7 +276,7 @@ def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
 def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker") -> _Account:
     """Return the totals of live tensors, computed from the tracker's log, plus each operation's workspace.
 
-    An operation's workspace is the allocator's highest total while the operation runs minus its total when the
+    An operation's workspace is the allocator's highest total while the operation runs minus the total when the
     operation ends, both from the profiler. gloo's own memory is left out: its threads free buffers at irregular times.
     """
     changes, marked = events(profile)
@@ -347,9 +348,10 @@ def _is_gloo_at_work(thread: Path) -> bool:
 
 
 class _CudaWatcher(Watcher):
-    """Watch a training; record the CUDA allocator's bytes at each mark (the begin or end of a phase), and its peaks.
+    """Watch a training; record the CUDA allocator's bytes at each mark, and the allocator's peaks.
 
-    A peak is recorded for the whole training, and for each phase outside of the steps, e.g. an evaluation.
+    A mark is the begin or end of a phase. One peak is recorded for the whole training, and one for each phase outside
+    of the steps, e.g. an evaluation.
     """
 
     def __init__(self, **options):
@@ -440,10 +442,10 @@ def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | No
 
 
 def highest(totals: list[int], first: int, last: int, points: int = 200) -> list[int]:
-    """Return the indexes of at most `points` operations, from `first` up to but not including `last`.
+    """Return the indexes of at most `points` operations that have high totals.
 
-    The operations are divided into stretches of equal length; an index is returned for the highest total of each
-    stretch. `totals`: bytes during each operation.
+    The operations from `first` up to but not including `last` are divided into stretches of equal length. Of each
+    stretch, the index of the operation with the highest total is returned. `totals`: bytes during each operation.
     """
     stretch = max(1, -(-(last - first) // points))
     return [
@@ -471,10 +473,10 @@ def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], total
 
 
 def _context_cost() -> int | None:
-    """Return the bytes of the CUDA context, or None if NVML does not report the device-used bytes.
+    """Return the bytes of the CUDA context, or None if `hardware.device_used_bytes` cannot find the GPU's bytes in use.
 
-    The context's bytes are what this process's first CUDA tensor adds to the device-used bytes, minus what the
-    allocator reserved for this tensor.
+    The context's bytes are what this process's first CUDA tensor adds to the bytes in use, minus what the allocator
+    reserved for this tensor.
     """
     before = hardware.device_used_bytes(index := torch.cuda.current_device())
     torch.ones((1, 1), device="cuda")
@@ -483,7 +485,6 @@ def _context_cost() -> int | None:
 
 
 def peak_rss_bytes() -> int:
-    """Return this process's peak resident memory in bytes: information only, because it includes libraries and memory
-    that allocators keep."""
+    """Return this process's peak resident bytes, information only: they include libraries and what allocators keep."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

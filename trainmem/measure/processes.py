@@ -45,7 +45,8 @@ def execute(
     """Perform an experiment in a fresh subprocess; return its outcome, even if it fails, with what it printed.
 
     Args:
-        measure: the meter: "memory", "categories", "time", "none" or "value", see `worker.perform`.
+        measure: the meter: "memory", "categories" or "time"; "none": no meter; "value": no meter, and the experiment's
+            code must not read a clock. See `worker.perform`.
         timeout: seconds after which the process and all that it started are ended, with status "timed out".
         on_step: called with the number of a finished step, at most a few times a second; None: not called.
     """
@@ -148,8 +149,8 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
     """Wait until a process has ended or its time is over; return its outcome with what it printed.
 
-    A process that stops after its warm-up has the machine alone from then on. `on_step`: called with the number of a
-    finished step; None: not called.
+    If the process stops, as after its warm-up in a course, it continues as soon as it has the machine alone, and keeps
+    the machine until it ends. `on_step`: called with the number of a finished step; None: not called.
     """
     with contextlib.ExitStack() as alone:
         while not (outcome := _until_stop(process, on_step)):
@@ -202,7 +203,7 @@ def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
 
 @contextlib.contextmanager
 def _quiet(need: quiet.Need) -> Iterator[None]:
-    """Wait for a part of the machine, and keep other lessons from using it in this context.
+    """Wait for the part of the machine that `need` names, and keep this part from other lessons in this context.
 
     The time limit that `within` has set is extended by the seconds of waiting.
     """

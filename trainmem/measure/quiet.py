@@ -2,9 +2,10 @@
 
 A lesson shares the machine with other lessons until it times something. Then it requests the part of the machine that
 it needs (`Need`): `Lab.compare`, `interleaving.in_turns` and the time meter send this request after their warm-up. For
-a function with measure="none" the request is sent when the function first calls a clock (`reserving`). If the function
-has several ranks, the request is sent before the function starts. Between two of its experiments, a lesson releases its
-cores and waits in the queue again, so that lessons that already wait for a quiet machine can go first.
+a function that runs without a meter and may time itself (measure="none"), the request is sent when the function first
+calls a clock (`reserving`). If the function has several ranks, the request is sent before the function starts. Between
+two of its experiments, a lesson releases its cores and waits in the queue again, so that lessons that already wait for
+a quiet machine can go first.
 
 Each experiment runs in the context `experiment`, which does nothing outside a course. Experiments that run at the same
 time each use only a part of the cores, because threads that wait for a core would slow down all of them. A `QuietLock`
@@ -46,8 +47,8 @@ class Need(IntEnum):
 class Asking:
     """Let a fresh subprocess request a quiet machine: `ask(need)` returns once this `Need` is granted.
 
-    `ask` is None in a process that cannot send this request: in a rank, and in any process that is no fresh subprocess.
-    `is_granted` says whether the machine is quiet now.
+    `ask` is None in a process that cannot send this request: in a rank, and in any process that is no fresh subprocess
+    (see `forked`). `is_granted` is True inside `timing`, while the requested part of the machine is reserved.
     """
 
     def __init__(self):
@@ -124,7 +125,7 @@ def computing_threads() -> int:
 
 @contextlib.contextmanager
 def _on_reading(react: Callable[[str], object]) -> Iterator[None]:
-    """Call `react(name)` in this context before a notebook's function calls `time.name` outside `timing`."""
+    """Call `react(name)` in this context before a notebook's function calls the clock `time.name` outside `timing`."""
 
     def watched(name: str, clock: Callable[[], float]) -> Callable[[], float]:
         def read() -> float:
@@ -206,7 +207,8 @@ class QuietLock:
     def _has_room(self, need: Need, used: int) -> bool:
         """Return whether a lesson may start beside the lessons that hold cores now.
 
-        `need`: the part of the machine that the lesson needs for itself. `used`: number of cores in use once it runs.
+        `need`: the part of the machine that the lesson needs for itself. `used`: number of cores in use once the lesson
+        runs.
         """
         held = {held for held, _ in self._held.values()}
         if Need.MACHINE in held or (need is Need.MACHINE and held):

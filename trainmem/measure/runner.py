@@ -26,7 +26,7 @@ MOST_RANKS = 256  # ranks of a training on one machine, each a process
 
 
 class Runner:
-    """Measure experiments, each in a fresh subprocess, and keep their runs: `train`, `infer` or `run` a function.
+    """Measure trainings (`train`), inference (`infer`) and functions (`run`), each in a fresh subprocess; keep runs.
 
     Args:
         profile: "cpu", "t4" or "gpu": sets the default task and how long to measure; "auto" picks one for this machine.
@@ -34,7 +34,7 @@ class Runner:
         executor: a `concurrent.futures.Executor` that performs experiments elsewhere, e.g. `sweep.Workers`; each
             experiment gets a fresh subprocess on a worker, and its run describes the worker's machine. None: this
             machine.
-        timeout: seconds that one experiment may take; None: the profile's.
+        timeout: seconds that one experiment may take; None: the profile's timeout.
 
     Raises:
         ValueError: an unknown profile, or `out` is not a folder.
@@ -83,7 +83,7 @@ class Runner:
 
         Args:
             name: the run's name in tables and pictures.
-            task: the model and its data; None: the runner's.
+            task: the model and its data; None: the runner's task.
             optimizer: function (model, training arguments) -> torch optimizer, for an optimizer that `optim` cannot
                 name; None: the optimizer that `optim` names.
             measure: "memory" (two steps under the memory meter), "time" (warm-up and `steps` steps under the time
@@ -91,8 +91,8 @@ class Runner:
                 the peak, the second for the breakdown by category. "peak" is "memory" without the breakdown, in one
                 subprocess.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
-            steps: optimizer steps to time; None: the profile's.
-            timeout: seconds per experiment; None: the runner's.
+            steps: optimizer steps to time; None: the number of steps in the runner's profile.
+            timeout: seconds per experiment; None: the runner's timeout.
             arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
 
         Raises:
@@ -159,11 +159,12 @@ class Runner:
             function: takes the task and returns a value that JSON can hold (`run.value`). It may be defined in a
                 notebook and needs no measuring code. It is called once for each entry of `measure`, but for "memory"
                 usually twice: for the peak, then for the breakdown. Each call has its own fresh subprocess.
-            name: the run's name; None: the function's.
-            measure: as in `train`; or, to run the function without a meter, "value" or "none". "value" is
-                for a function of which you only want the result, e.g. the times from `interleaving.in_turns`. "none" is
-                for a function that measures time with a clock, or whose ranks do. In a course, other lessons wait until
-                this function ends: with one rank from its first call of a clock, with several ranks from its start.
+            name: the run's name; None: the function's name.
+            measure: as in `train`; or "value" or "none", which run the function without a meter. "value" is for a
+                function of which you only want the result, e.g. the times from `interleaving.in_turns`. "none" is for a
+                function that measures time with a clock, or whose ranks do. In a course, "none" makes other lessons
+                wait until the function ends. With one rank, they wait from the function's first call of a clock on;
+                with several ranks, they wait from the function's start on.
             samples_per_step: samples per optimizer step, over all processes; needed for samples per second.
             use_cpu: whether the function uses the CPU although there is a GPU; then the CPU's memory is counted.
             task, processes, timeout: as in `train`.
@@ -203,9 +204,9 @@ class Runner:
         return self.keep(experiment, outcome)
 
     def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:
-        """Yield an outcome after each meter in `measure`, with the figures of all meters so far, until a meter fails.
+        """Yield an outcome after each meter in `measure`, with the figures of all meters so far.
 
-        With an executor, only one outcome is yielded, after all meters.
+        If a meter fails, its outcome is the last. With an executor, only one outcome is yielded, after all meters.
         `timeout`: seconds per meter.
         """
         if self.executor:  # all meters run in one place

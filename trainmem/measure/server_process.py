@@ -38,11 +38,11 @@ def serve(descriptor: int, parent: int, preload: Iterable[str], with_bitsandbyte
     A caller connects and sends the tuple (a `Request`, number of file descriptors), then these descriptors: standard
     output and standard error of the fork, and any others for the request's function. The server answers with the
     fork's process id. When the caller sends another message, or closes the connection, the server ends the fork and
-    all processes that the fork left behind. The server then removes the fork's folder, and answers with the fork's
-    exit code.
+    all processes that the fork left behind. Then the server removes the folder `Request.folder`, and answers with the
+    fork's exit code. If the fork has ended by itself before, the exit code is also sent only then.
 
     Args:
-        descriptor: file descriptor of the listening socket, whose folder is removed at the end.
+        descriptor: file descriptor of the listening socket. The folder of the socket's file is removed at the end.
         parent: process id of the parent process.
         preload: names of the modules to import.
         with_bitsandbytes: import bitsandbytes after the first fork, so that only later forks have it.
@@ -104,10 +104,10 @@ def _forked(request: Request, descriptors: list[int], inherited: list[connection
 
 
 def _end(control: connection.Connection, forks: dict[connection.Connection, tuple[int, str]]) -> None:
-    """End the fork that belongs to the connection `control`, and send its exit code through this connection.
+    """End the fork that belongs to the connection `control`, and send the fork's exit code through this connection.
 
     The processes that the fork left behind are ended, too, and the fork's folder is removed.
-    `forks`: {connection: (process id, folder)} of all forks; this fork is removed from it.
+    `forks`: {connection: (process id, folder)} of all forks; the entry of this fork is removed.
     """
     pid, folder = forks.pop(control)
     with contextlib.suppress(OSError):  # it has ended

@@ -270,7 +270,8 @@ class Parameters:
     def counted(self) -> tuple[int, int]:
         """Return (number of elements of all weights, number of elements of trainable weights).
 
-        If models were freed, both numbers are those of the forward pass or optimizer's step with the most elements.
+        Both numbers belong to the forward pass or optimizer's step at which the models had the most elements, because
+        models may be freed later.
         """
         own = [each for each in self if isinstance(each, torch.nn.Parameter)]
         sizes = [math.prod(getattr(getattr(each, "quant_state", None), "shape", each.shape)) for each in own]

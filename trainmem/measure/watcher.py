@@ -1,4 +1,4 @@
-"""Record a training's phases and the running module for the meters, without changing what the training allocates."""
+"""Record a training's phases and running module, for the memory meter and estimates, without changing allocations."""
 
 import bisect
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ class Block:
 class Modules:
     """Find the name of the module to which the present operation belongs.
 
-    In backward this is the module whose forward made the autograd node that runs now. Autograd numbers its nodes in
-    order, and this class notes the current number whenever a module's forward begins or ends. A node's number therefore
-    identifies the module.
+    In backward this is the module whose forward made the autograd node that runs now. Autograd numbers its nodes in the
+    order in which they are made. This class notes the current number whenever a module's forward begins or ends. A
+    node's number therefore identifies the module.
     """
 
     def __init__(self):
@@ -55,7 +55,7 @@ class Modules:
 
     @property
     def runs_forward(self) -> bool:
-        """Whether a module's forward runs now, also inside backward."""
+        """Whether a module's forward runs now, in the forward pass or where a checkpoint repeats it in backward."""
         return bool(self._inside)
 
     def enter(self, module) -> None:
@@ -97,8 +97,9 @@ class Modules:
 
 
 class Watcher:
-    """Note where a training's phases end; this does not change what the training allocates. The subclass `Tracker` also
-    tracks tensors.
+    """Note where a training's phases end, without changing what the training allocates.
+
+    The subclass `Tracker` also tracks tensors.
     """
 
     def __init__(self):

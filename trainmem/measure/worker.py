@@ -34,10 +34,10 @@ def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None]
     """Perform an experiment while one meter measures it; always return an outcome, even if the experiment fails.
 
     Args:
-        measure: "memory" (two optimizer steps under the memory meter, three on a GPU; for compiled code a few steps, of
-            which the last counts), "categories" (two steps that track every tensor, see `memory_meter`), "time" (the
-            requested steps under the time meter), "none" (no meter), or "value" (no meter; the experiment's code must
-            not read a clock, because other lessons of a course may be running: reading it raises an error).
+        measure: the meter. "memory": the memory meter, for two optimizer steps (on a GPU three; for compiled code a
+            few, of which the last counts). "categories": the memory meter, which tracks every tensor of two steps (see
+            `memory_meter`). "time": the time meter, for the requested steps. "none": no meter. "value": no meter, and
+            an error if the experiment's code reads a clock, because other lessons of a course may be running.
         on_step: called after each optimizer step with its number; None: not called.
     """
     try:
@@ -94,7 +94,7 @@ def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Out
 
     Args:
         folder: the Trainer's output folder.
-        measure: the meter that was requested: "time", "none" or "value".
+        measure: the meter that was requested: "time", "none" or "value", see `perform`.
         on_step: called after each step with its number; None: not called.
     """
     from trainmem.measure import time_meter
@@ -218,7 +218,7 @@ def threads_of(experiment: Experiment) -> int | None:
 def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
     """Perform an experiment on its ranks and return rank 0's outcome.
 
-    Ranks that fail to connect to each other are launched once more. `measure`: name of the meter, e.g. "time";
+    Ranks that fail to connect to each other are launched once more. `measure`: the meter, see `perform`;
     `on_step`: called after each optimizer step with its number; None: not called.
     """
     outcome = _launch_once(experiment, measure, on_step)
@@ -228,7 +228,7 @@ def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None]
 def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
     """Perform an experiment on its ranks once, under torch's elastic launcher; return rank 0's outcome.
 
-    If ranks failed, return the outcome of the rank that failed first. `measure`: name of the meter, e.g. "time";
+    If ranks failed, return the outcome of the rank that failed first. `measure`: the meter, see `perform`;
     `on_step`: called after each optimizer step with its number; None: not called.
     """
     import multiprocessing
@@ -320,7 +320,7 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
     its connection to another rank waits two seconds before it exits, so that the rank at fault exits first.
 
     Args:
-        measure: name of the meter, e.g. "time".
+        measure: the meter, e.g. "time", see `perform`.
         on_step: called by rank 0 after each step with the step's number; None: not called. A function with the
             attribute `takes_turns` may block while other experiments, which alternate with this one, run.
         folder: folder for the rank's files; the launcher removes it.

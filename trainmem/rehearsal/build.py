@@ -41,8 +41,9 @@ def compiler() -> str | None:
 
 
 def interpreter() -> Path | None:
-    """Return the path of a Python whose torch is a CUDA build: this Python, or the Python of the environment made by
-    `set_up`; None if there is none.
+    """Return the path of a Python whose torch is a CUDA build; None if there is none.
+
+    It is this Python, or the Python of the environment that `set_up` makes.
     """
     if hardware.torch_build()[1]:
         return Path(sys.executable)
@@ -51,7 +52,7 @@ def interpreter() -> Path | None:
 
 
 def environment() -> Path:
-    """Return the folder of the environment for rehearsals, one folder per pair of versions of Python and torch."""
+    """Return the folder of the environment for rehearsals with this version of Python and this version of torch."""
     return cache() / f"python{sysconfig.get_python_version()}-torch{_torch_version()}"
 
 
@@ -61,8 +62,9 @@ def cache() -> Path:
 
 
 def set_up() -> Path:
-    """Return the path of the Python that rehearses. If this Python's torch is not a CUDA build, the first call makes an
-    environment with the same packages in the same versions (5 GB, minutes).
+    """Return the path of the Python that rehearses.
+
+    If torch here is no CUDA build, the first call makes an environment with the same package versions (5 GB, minutes).
 
     Raises:
         RuntimeError: this system cannot rehearse, or pip failed; the message has the reason.
@@ -88,8 +90,9 @@ def set_up() -> Path:
 
 
 def library(python: Path) -> Path:
-    """Return the folder of the stub CUDA runtime compiled for the torch of the Python `python`; compile it first if it
-    is missing or outdated.
+    """Return the folder of the stub CUDA runtime that is compiled for the torch of the Python `python`.
+
+    If the compiled runtime is missing or outdated, compile it.
 
     Raises:
         RuntimeError: CUDA's headers are missing, or the compiler failed; the message contains the compiler's message.
@@ -175,7 +178,7 @@ def _written() -> set[str]:
 
 
 def _linked(site: Path) -> set[str]:
-    """Return the names of functions in CUDA's libraries that torch and bitsandbytes, in the folder `site`, link to."""
+    """Return the names of CUDA functions to which the libraries of torch and bitsandbytes in the folder `site` link."""
     names = set()
     for library in [*site.glob("torch/lib/*.so"), *site.glob("bitsandbytes/*cuda*.so")]:
         done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True)

@@ -98,7 +98,7 @@ def _scatter(mode: Values, tensor: Tensor, scatter_list: list[Tensor] | None = N
 
 @contextlib.contextmanager
 def _broadcast(mode: Values, tensor: Tensor, src=None, group=None, group_src=None, **_) -> Iterator[None]:
-    """Send the source rank's known values to all ranks; DeepSpeed checks that all ranks have the same values."""
+    """Send the source rank's known values to all ranks, e.g. for DeepSpeed's check that all have the same values."""
     group = group or distributed.group.WORLD
     source = group_src if group_src is not None else distributed.get_group_rank(group, src or 0)
     sent = {source: _packed(mode, tensor)} if group.rank() == source else {}
@@ -142,7 +142,7 @@ def _recv(mode: Values, tensor: Tensor, src=None, group=None, tag=0, group_src=N
 
 @contextlib.contextmanager
 def _send_and_receive(mode: Values, p2p_op_list: list) -> Iterator[None]:
-    """Send all values before waiting for any: if two ranks waited for each other first, neither would send."""
+    """Do all sends of the batch before its receives: two ranks that began with a receive would wait for each other."""
     yield
     for is_sender in (True, False):
         for each in (each for each in p2p_op_list if (each.op.__name__ == "isend") == is_sender):
@@ -150,13 +150,14 @@ def _send_and_receive(mode: Values, p2p_op_list: list) -> Iterator[None]:
 
 
 def _between_two(mode: Values, tensor: Tensor, group, peer: int | None, rank: int | None, is_sender: bool) -> None:
-    """Send a small tensor of whole numbers to another rank, or receive it from there, e.g. an object's description.
+    """Send a small tensor of whole numbers (e.g. an object's description) to another rank, or receive one from it.
 
     Args:
         mode: this process's `Values`.
         tensor: the tensor to send or to write into.
-        group, peer: the group, and the other rank's number in the group; `peer` None: `rank` says which rank it is.
-        rank: the other rank's number among all ranks; None: it may be any rank, and its values stay unknown.
+        group: the group of both ranks; None: the group of all ranks.
+        peer: the other rank's number in the group; None: `rank` is used.
+        rank: the other rank's number among all ranks. If both are None, any rank is meant, and values stay unknown.
         is_sender: whether this rank sends.
     """
     group = group or distributed.group.WORLD
@@ -192,7 +193,7 @@ def _from_all(mode: Values, tensor: Tensor, sent: bytes, group) -> list[bytes]:
 
 
 def _receive(mode: Values, tensors: list[Tensor], packed: list[bytes]) -> None:
-    """Write received values into `tensors`; if the values of any rank are unknown, note that those of all are."""
+    """Write each item of `packed` (see `_packed`) into its tensor; if one item is b"", mark all tensors as unknown."""
     for content, tensor in zip(packed, tensors, strict=False):
         _unpack(mode, content if all(packed) else b"", tensor)
 

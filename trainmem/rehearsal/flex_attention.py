@@ -12,10 +12,11 @@ import torch
 
 
 def install(answers: Counter[str]) -> None:
-    """Replace those calls of flex attention on CUDA that a program compiles, but a rehearsal runs uncompiled.
+    """Replace flex attention on CUDA by functions that allocate what its compiled kernels allocate.
 
-    Calls that the program itself does not compile stay as they are. `answers`: counts what a rehearsal assumed; each
-    replaced call adds 1 to the count about flex attention.
+    Only calls that a program compiles are replaced, because a rehearsal runs them uncompiled. Calls that the program
+    does not compile stay as they are. `answers`: counts what a rehearsal assumed; each replaced forward call adds 1 to
+    the count about flex attention.
     """
     from torch._C import DispatchKey
 

@@ -105,7 +105,7 @@ class Values(TorchFunctionMode):
         return getattr(self._noted(tensor), "is_known", not tensor.is_cuda)
 
     def mark(self, known: bool | str, *tensors: torch.Tensor) -> None:
-        """Note that all values of these tensors are known (True or `ASSUMED`) or unknown (False).
+        """Note that all values of these tensors are known (True), assumed (`ASSUMED`) or unknown (False).
 
         While a CUDA graph is captured, a device's tensors become unknown: each replay of the graph changes them.
         """
@@ -162,7 +162,7 @@ class Values(TorchFunctionMode):
         self._embeddings.clear()
 
     def _call(self, function, types, args, kwargs):
-        """Call a function of torch, or return a result without this call; note which results are known."""
+        """Call a function of torch, or find its result in another way; note which results are known."""
         name = getattr(function, "__name__", "")
         if name == "__get__":
             return function(*args, **kwargs)
@@ -208,9 +208,10 @@ class Values(TorchFunctionMode):
     def _run(self, function, args, kwargs, given):
         """Call a function that may need a CUDA library that a rehearsal does not support.
 
-        If values are assumed, the first error of a library makes the stub accept cuFFT and cuSPARSE from then on,
-        without workspaces, and the function is called again. After any other such error, e.g. of cuSOLVER, the
-        result is a tensor of the right shape without values.
+        If this object assumes values, the function is called again after the process's first error of a CUDA library.
+        From this error on, the stub CUDA runtime accepts calls of cuFFT and cuSPARSE, as if they needed no workspace.
+        After each later error of a CUDA library, e.g. of cuSOLVER, the function's result is a tensor of the right shape
+        without values.
 
         Args:
             function, args, kwargs: the function, e.g. `torch.linalg.qr`, and its arguments.
@@ -346,9 +347,10 @@ class Values(TorchFunctionMode):
         raise NeedsValues(WHY)
 
     def _passing(self, frame: FrameType) -> bool | None:
-        """Return the truth value with which the check in `frame` passes (see `passing_answer`), and count the check.
+        """Return the truth value that passes the check, e.g. `assert x`, that `frame` makes now (see `passing_answer`).
 
-        Return None if there is no check. Without assumed values, return None also if `frame` runs no library's code.
+        Count the check in `answers`. Return None if `frame` makes no check now. If this object does not assume values
+        (`assumes=False`), return None also if the code of `frame` is not a library's.
         """
         if not self.assumes and not is_library(frame.f_code.co_filename):
             return None
@@ -478,7 +480,7 @@ class Values(TorchFunctionMode):
         return on_device
 
     def fill(self, tensor: torch.Tensor, value: torch.Tensor | bool, known: bool | str = True) -> None:
-        """Write known values into the memory of a tensor, and note that they are known (True or `ASSUMED`).
+        """Write values into the memory of a tensor, and note that they are known (True) or assumed (`ASSUMED`).
 
         `value`: a tensor of the same shape, or one value for all elements.
         """

@@ -1,4 +1,4 @@
-"""Find the files without values that a rehearsed program wrote from a buffer of saved weights; import no torch."""
+"""Recognize, by a mark in the file, weights that a rehearsed program saved without values; import no torch."""
 
 import mmap
 import pickle
@@ -8,7 +8,7 @@ MARK = "rehearsed-without-values"  # a record that `unwritten_files` adds to wha
 
 
 def has_mark(path: str) -> bool:
-    """Return whether a file holds weights without values that were saved into a buffer or pickled."""
+    """Return whether a file has `MARK`: its weights have no values, and were saved into a buffer or pickled."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as file:

@@ -1,4 +1,4 @@
-"""Explain errors of CUDA's libraries in a rehearsal, which does not know how much memory these libraries would take."""
+"""Turn errors of CUDA's libraries that do not run in a rehearsal into `NeedsLibrary`: their memory is not known."""
 
 from collections.abc import Callable
 from typing import Any

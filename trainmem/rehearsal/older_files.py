@@ -36,25 +36,25 @@ class OlderFiles:
         self.rename = os.rename
 
     def install(self) -> None:
-        """Replace Python's functions that open, rename and delete files."""
+        """Replace `open`, and the functions of `os` that rename and delete, by methods of this object, e.g. `move`."""
         builtins.open = io.open = _wrapped(self.open, open)
         os.rename, os.replace = _wrapped(self.move, os.rename), _wrapped(self.move, os.replace)
         os.unlink = os.remove = _wrapped(self.remove, os.unlink)
         os.rmdir = _wrapped(self.remove_folder, os.rmdir)
 
     def is_older(self, name: str) -> bool:
-        """Return whether the file or link with this path existed before the rehearsal."""
+        """Return whether there is a file or link at `name` that is from before the rehearsal; False for a folder."""
         with contextlib.suppress(OSError):
             found = os.lstat(name)
             return name not in self.opened and not stat.S_ISDIR(found.st_mode) and found.st_mtime < self.start
         return False
 
     def is_aside(self, name: str) -> bool:
-        """Return whether the program has overwritten or deleted what is now at `name`, or a folder above it."""
+        """Return whether `name`, or a folder above it, is in `aside`: new paths of what was overwritten or deleted."""
         return any(name == each or name.startswith(each + os.sep) for each in self.aside)
 
     def set_aside(self, path: Any) -> None:
-        """Rename a file from before the rehearsal, so that the process can write another file to the same path."""
+        """Rename a file at `path` that is from before the rehearsal, so that the process can write a new file there."""
         name = _absolute(path)
         if self.is_older(name) and os.path.isfile(name):
             self._rename(name)
@@ -70,7 +70,7 @@ class OlderFiles:
         self.changed()  # now, because this process may be killed
 
     def open(self, plain: Callable, file: Any, mode: str = "r", *args, **kwargs) -> Any:
-        """Open a file with `plain`; first rename (mode "w") or copy (mode "a") a file from before the rehearsal."""
+        """Open `file` with `plain`; if it is from before the rehearsal, first rename (mode "w") or copy ("a") it."""
         if isinstance(file, str | os.PathLike) and isinstance(mode, str) and {*mode} & {"a", "w"}:
             name = _absolute(file)
             if "a" in mode and self.is_older(name) and os.path.isfile(name):
@@ -82,10 +82,10 @@ class OlderFiles:
         return plain(file, mode, *args, **kwargs)
 
     def move(self, plain: Callable, src: Any, dst: Any, **kwargs) -> None:
-        """Rename the file or folder `src` to `dst` with `plain`.
+        """Rename the file or folder `src` to `dst` with `plain`, the original `os.rename` or `os.replace`.
 
-        Before that, rename a file at `dst` that is from before the rehearsal. If `src`, or a file in the folder `src`,
-        is from before the rehearsal, add the renaming of `src` to `undo`.
+        If a file at `dst` is from before the rehearsal, that file first gets another path (see `set_aside`). If `src`,
+        or a file in the folder `src`, is from before the rehearsal, add [`dst`, `src`] to `undo`.
         """
         if kwargs or isinstance(src, int) or isinstance(dst, int):
             return plain(src, dst, **kwargs)
@@ -100,13 +100,13 @@ class OlderFiles:
         self.opened, self.aside = moved(self.opened - {new}, old, new), moved(self.aside, old, new)
 
     def remove(self, plain: Callable, path: Any, *, dir_fd: int | None = None) -> None:
-        """Delete a file with `plain`; rename a file from before the rehearsal instead."""
+        """Delete a file with `plain`; if the file is from before the rehearsal, rename it instead."""
         name = _absolute(path, dir_fd)
         if not self.is_aside(name):
             self._rename(name) if self.is_older(name) else plain(path, dir_fd=dir_fd)
 
     def remove_folder(self, plain: Callable, path: Any, *, dir_fd: int | None = None) -> None:
-        """Delete an empty folder with `plain`; rename a folder instead if it has only renamed files and folders."""
+        """Delete an empty folder with `plain`; rename a folder instead if it has entries, all of them in `aside`."""
         name = _absolute(path, dir_fd)
         inside = {os.path.join(name, each) for each in os.listdir(name)} if os.path.isdir(name) else set()
         if not self.is_aside(name):

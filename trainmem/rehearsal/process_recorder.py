@@ -7,15 +7,15 @@ end. `program_report` reads the file, which has these fields:
     devices, steps           number of devices that it uses; optimizer updates so far
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
     ended, error             whether the process came to its end; the error that ended it: {kind, message, line}
-    answers                  {kind: how often an unknown value was assumed}
+    answers                  {kind, e.g. "positions chosen, the first": how often an answer of this kind was assumed}
     compiled                 names of the functions and modules that torch.compile would have compiled
     saved                    files of weights that the program wrote, and that have no values
     opened                   files that the program opened for writing
     began                    when the rehearsal began, in seconds since 1970
     undo                     renamed files that are older than the rehearsal, each as [present path, path before]
 
-These peaks count from the first use of the device, even if the program resets its statistics. The program itself reads
-the statistics that it would read on a card.
+The peaks in `phases` count from the first use of the device, even if the program resets torch's statistics. The program
+itself reads the statistics that it would read on a card.
 """
 
 import atexit
@@ -129,9 +129,9 @@ class Recorder:
         self.turn(BETWEEN)
 
     def noting(self, function: Callable) -> Callable:
-        """Wrap `function`, which a program wants to compile; the wrapper notes the function's name when it is called.
+        """Wrap `function`, an argument of torch.compile; a call of the wrapper adds the function's name to `compiled`.
 
-        The name is not noted earlier, because libraries compile functions when they are imported, and few programs call
+        The name is not added earlier, because libraries compile functions when they are imported, and few programs call
         these functions.
         """
 
@@ -153,7 +153,7 @@ class Recorder:
             self.write()
 
     def write(self) -> None:
-        """Write this process's JSON file, unless the process has used no device and ended without an error."""
+        """Write this process's JSON file if the process used a device, failed, or `files` has new entries."""
         error = getattr(sys, "last_value", None) if self.ended else None
         if not self.phases and error is None and self.files.count() == self.inherited:
             return
@@ -284,7 +284,7 @@ def _replace(owner: Any, name: str, replacement: Callable) -> None:
 
 
 def _refuse_uploads() -> None:
-    """Make requests that change something on another machine raise `Uploads`; the error names the remedy."""
+    """Make requests that change something on another machine raise `Uploads`; its message says what to leave out."""
     for module, kinds in {"requests": ["Session"], "httpx": ["Client", "AsyncClient"]}.items():
         if importlib.util.find_spec(module):
             for kind in kinds:

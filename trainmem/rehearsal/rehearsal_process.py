@@ -116,12 +116,13 @@ def own_command(typed: list[str]) -> list[str] | None:
 
 
 def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None = None) -> ProgramRun:
-    """Run a command on a rehearsed card, and return how it ended and what memory it took.
+    """Run a command in a rehearsal of a card, and return how it ended and what memory it took.
 
     Args:
         words: the command; "python" is replaced by the Python that rehearses.
-        on: the card.
-        assumes: answer reads of unknown values by fixed rules, so that the program continues.
+        on: the simulated card.
+        assumes: whether code that reads an unknown value of a tensor gets a value assumed by fixed rules, so that the
+            program continues; see `known_values`.
         output: file descriptor that gets what the program prints; None: standard output.
 
     Raises:
@@ -150,8 +151,9 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
 def _ended(process: subprocess.Popen) -> tuple[int, bool]:
     """Wait until a command ends; return its exit code and whether the user interrupted it (Ctrl-C).
 
-    The terminal interrupts the command, too. If it does not end then, it is killed after `SECONDS_TO_END`, or at once
-    if the user interrupts again. SIGTERM, e.g. of `timeout` or a cancelled CI job, interrupts the command likewise.
+    Ctrl-C in a terminal interrupts the command, too. An interrupted command that does not end is killed after
+    `SECONDS_TO_END`, or at once if the user interrupts again. If this process gets SIGTERM, e.g. from `timeout` or a
+    cancelled CI job, it interrupts the command as Ctrl-C would.
     """
 
     def interrupt(*_) -> None:
@@ -175,10 +177,9 @@ def _ended(process: subprocess.Popen) -> tuple[int, bool]:
 
 @contextlib.contextmanager
 def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield (path of a Python for rehearsals, environment variables). A program with these variables sees the simulated
-    card `on`.
+    """Yield (path of a Python for rehearsals, {name: value} of environment variables).
 
-    The variables are valid inside this context.
+    A program that runs with these variables sees the simulated card `on`. The variables are valid inside this context.
 
     Raises:
         RuntimeError: this machine cannot rehearse.
@@ -226,12 +227,13 @@ def variables_of(card: Card, ledger: str) -> dict[str, str]:
 
 
 class Rehearsal(ThreadPoolExecutor):
-    """Run functions on a rehearsed card, as an executor: `Lab(executor=Rehearsal(CARDS["a100"]))`.
+    """Run functions in a rehearsal of a card (see `trainmem.rehearsal`), as an executor.
 
-    The process that rehearses ends with the executor's context, at `shutdown`, or with this process.
+    An example is `Lab(executor=Rehearsal(CARDS["a100"]))`. The rehearsal is a process of its own. It ends at the end of
+    the executor's context, at `shutdown`, or when the process of the executor ends.
 
     Args:
-        on: the card.
+        on: the simulated card.
         snapshot: a file to which torch writes the history of its allocator, for its viewer of memory snapshots, after
             each rehearsed experiment, even one that ran out of memory. If there are several ranks, rank 0 writes it.
             None: no snapshot.
@@ -295,8 +297,9 @@ def serve(descriptor: int) -> None:
 
 
 def _end_with(descriptor: int) -> None:
-    """Wait until the other end of the channel `descriptor` closes; then remove the rehearsal's files, and end this
-    process at once.
+    """Wait until a connection's other end closes; then remove the rehearsal's folder, and end this process at once.
+
+    `descriptor`: file descriptor of this process's end of the connection. The folder is that of REHEARSAL_LEDGER.
     """
     poll = select.poll()
     poll.register(descriptor, 0)  # with no events requested, poll still reports the hang-up

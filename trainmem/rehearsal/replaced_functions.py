@@ -1,6 +1,7 @@
-"""Replace functions of torch and Python in a rehearsed process, so that known values are tracked in all its threads.
+"""Replace functions of torch and Python in a rehearsed process, to track in all threads which values are known.
 
-Some replacements answer reads of unknown values that `known_values.Values`, a function mode, does not see.
+`known_values.Values`, a function mode, does this tracking. It does not see some reads of unknown values. Some
+replacements in this module answer these reads.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ def install() -> None:
     def finite(name: str, answer: bool) -> Callable:
         """Return a replacement of `math.<name>`, e.g. `math.isnan`, that returns `answer` for an unknown number.
 
-        A rehearsal assumes that unknown numbers are finite. It assumes the same of unknown values in tensors.
+        A rehearsal assumes that unknown numbers, and unknown values in tensors, are finite.
         """
         plain = getattr(math, name)
         return functools.wraps(plain)(lambda number: answer if isinstance(number, Unknown) else plain(number))
@@ -68,7 +69,7 @@ def install() -> None:
         """Compare tensors as `torch.testing.assert_close` does.
 
         Raises:
-            NeedsValues: a number is unknown. torch's own error would mislead: it is about the number's type.
+            NeedsValues: a number is unknown. torch's own error is about the number's type, which would mislead.
         """
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Unknown):
@@ -185,9 +186,10 @@ def install() -> None:
 
 
 def _note_kernels(mode: Values) -> None:
-    """Let each launch of a Triton kernel note that the values of its floating-point tensors are unknown.
+    """Let each launch of a Triton kernel note in `mode` that the values of its floating-point tensors are unknown.
 
-    The kernel may write into them, but is not run: a loss that it adds to `torch.zeros(1)` would stay a known 0.
+    The kernel may write into these tensors, but a rehearsal does not run it. Without the note, a loss that the kernel
+    adds to `torch.zeros(1)` would stay a known 0.
     """
     kernels = importlib.import_module("triton.runtime.jit").JITFunction
     launch = kernels.run
@@ -204,12 +206,13 @@ def _note_kernels(mode: Values) -> None:
 
 
 def _coalesced(mode: Values, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sparse `tensor` with each position once; this function replaces `aten._coalesce` on the device.
+    """Return the sparse `tensor` without repeated positions; this function replaces `aten._coalesce` on the device.
 
-    It allocates what torch's kernel allocates: flat positions, two more arrays of this size, memory for sorting.
+    As torch's kernel does, this function allocates the flat positions, two arrays of the same size as the flat
+    positions, and memory for sorting.
 
     Raises:
-        NeedsValues: the positions are unknown, and `mode` does not assume values (`Values(assumes=False)`).
+        NeedsValues: the positions are unknown, and `mode` assumes no values (`Values(assumes=False)`).
     """
     old, values, count = tensor._indices(), tensor._values(), tensor._nnz()
     is_known = mode.is_known(old)
@@ -231,10 +234,10 @@ def _coalesced(mode: Values, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class LegacyType:
-    """Replace an old type of CUDA tensors, e.g. `torch.cuda.LongTensor`.
+    """Replace an old type of CUDA tensors, e.g. `torch.cuda.LongTensor`, by an object that makes the same tensors.
 
-    A small tensor that is made from known numbers is marked as known. `plain`: the old type. `values`: the process's
-    `Values`.
+    `plain`: the old type. `values`: the `Values` of this process, which track the tensors whose values are known. A
+    small tensor that is made from known numbers is marked in `values` as known.
     """
 
     def __init__(self, plain: type, values: Values):

@@ -33,7 +33,8 @@ class Files:
     `saved` has the paths of the files that the process wrote without values.
 
     Args:
-        changed: called after each file that was renamed or written without values.
+        changed: called, without arguments, after a file was written without values, or when `older` (`OlderFiles`) has
+            noted a renamed file.
     """
 
     def __init__(self, changed: Callable[[], None]):
@@ -73,9 +74,9 @@ class _Records:
     Args:
         writer: torch's own writer, which writes everything else.
         values: the `Values` that this process tracks.
-        has_file: whether the writer was given a file's path. If it was not, the writer may have e.g. a buffer that
-            cannot skip bytes. Storages with unknown values are then written in full, and the caller adds a record that
-            marks the file.
+        has_file: whether the writer was given a file's path. Without a path, the writer may write to an object that
+            cannot skip bytes, e.g. a buffer. Storages with unknown values are then written in full, and the caller adds
+            a record that marks the file.
     """
 
     def __init__(self, writer, values, has_file: bool):
@@ -97,7 +98,7 @@ class _Records:
 
 
 def install(files: Files, values) -> None:
-    """Make torch.save and safetensors write holes for unknown values, which `values` (`Values`) identifies."""
+    """Make torch.save and safetensors write holes (zeros) for values unknown to `values` (`Values`); update `files`."""
     write, save, copy = torch.serialization._save, torch.save, torch.UntypedStorage.cpu
 
     @functools.wraps(write)
