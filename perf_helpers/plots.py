@@ -128,7 +128,7 @@ class Timeline:
         return [(self.phases[first], first, end) for first, end in itertools.pairwise([0, *edges, len(self)])]
 
     def shown(self, highest_bytes: float | None = None) -> list[str]:
-        """Return the visible categories: those above `_TOO_THIN` * `highest_bytes`, the axis's end (None: the peak)."""
+        """Return the categories that exceed `_TOO_THIN` times `highest_bytes`, where the axis ends (None: the peak)."""
         least = _TOO_THIN * (highest_bytes or self.highest_bytes)
         return [category for category in CATEGORIES if max(self.series.get(category, [0])) > least]
 

@@ -86,9 +86,9 @@ def invocation(context: typer.Context) -> Invocation:
 
 
 def task_of(context: typer.Context, model: str = "bert-tiny") -> Task:
-    """Return the task that a command's options describe; an option that the command lacks has the task's default.
+    """Return the task that a command's options describe.
 
-    `model`: the model if the command names none.
+    If an option is missing or None, its field has the default of `Task`. `model`: the model if no option names one.
     """
     names = ("model", "seq_len", "dataset_size", "architecture", "image_size", "audio_seconds", "objective")
     given = {name: context.params[name] for name in names if context.params.get(name) is not None}

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """Hold a recipe's choice (see `QUESTIONS`), e.g. SGD: arguments, cost, and the course's claims about its speed."""
+    """Hold an option of `QUESTIONS`, e.g. SGD: arguments, disadvantage, and the course's claims about its speed."""
 
     name: str  # shown in tables
     arguments: dict[str, Any] = field(hash=False)  # training arguments that switch it on
@@ -103,5 +103,5 @@ ACCUMULATION = ("accumulation", "gradient_accumulation_steps")
 
 
 def techniques() -> list[Technique]:
-    """Return the options in `QUESTIONS` except None: the techniques for a recipe (a dict of training arguments)."""
+    """Return the techniques of recipes (dicts of training arguments): all options in `QUESTIONS` except None."""
     return [option for options in QUESTIONS.values() for option in options if option]

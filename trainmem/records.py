@@ -112,7 +112,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any] | None):
-        """Return the record that `to_dict` wrote as `data`, or None for None.
+        """Return the record that `to_dict` wrote as `data`; None if `data` is None.
 
         Unknown keys of a newer file are ignored; missing keys get defaults.
         """
@@ -336,7 +336,8 @@ class Ratio(Record):
     def of_pairs(cls, pairs: Sequence[float], floor: float) -> "Ratio":
         """Return the median of measured ratios with a 95 % interval, or an unknown ratio if one of them is unknown.
 
-        The interval comes from a bootstrap, and always includes median / `floor` and median * `floor`.
+        The interval comes from a bootstrap. It always includes the median divided by `floor`, and the median times
+        `floor`.
 
         Args:
             pairs: the ratio of each pair of interleaved measurements, at least 3.
@@ -356,8 +357,9 @@ class Ratio(Record):
     def of_processes(cls, groups: Sequence[Sequence[float]], floor: float) -> "Ratio":
         """Return the median of ratios that were measured in several processes, with a 95 % interval.
 
-        The interval comes from a bootstrap, and always includes median / `floor` and median * `floor`. Ratios of one
-        process share its conditions, so the bootstrap draws processes first, then ratios of the drawn processes.
+        The interval comes from a bootstrap. It always includes the median divided by `floor`, and the median times
+        `floor`. Ratios of one process share its conditions, so the bootstrap draws processes first, then ratios of the
+        drawn processes.
 
         Args:
             groups: for each process, a list of its measured ratios; all lists have the same length.
@@ -378,17 +380,17 @@ class Ratio(Record):
 
     @classmethod
     def of_turns(cls, taken: Sequence, clock: int, least_floor: float, per_sample: float = 1.0) -> "Ratio":
-        """Return the speed of the second of two recipes / the speed of the first, from runs in several processes.
+        """Return the speed of the second of two recipes, divided by the speed of the first.
 
-        In each process the recipes ran alternately, a few steps at a time (a turn). The first recipe took part twice:
-        how much it differs from itself is the noise floor.
+        The recipes (e.g. two trainings) ran in several processes. In each process they ran alternately, a few steps at
+        a time (a turn). The first recipe took part twice: the factor between its two results is the noise floor.
 
         Args:
-            taken: taken[process][recipe][turn] is (wall-clock seconds, CPU seconds) of one turn; the recipes are first,
-                second, first again.
+            taken: taken[process][recipe][turn] is (wall-clock seconds, CPU seconds) of one turn (in a training: of the
+                turn's fastest step); the recipes are first, second, first again.
             clock: the time to use, `WALL` or `CPU`.
             least_floor: lower limit of the noise floor.
-            per_sample: samples per step of the second recipe / samples per step of the first.
+            per_sample: samples per step of the second recipe, divided by samples per step of the first.
         """
         import numpy as np
 
@@ -413,7 +415,7 @@ class Ratio(Record):
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Record):
-    """Hold two runs with the ratios of their memory and speed, other / baseline.
+    """Hold two runs with the ratios of their memory and speed: the value of `other` divided by that of `baseline`.
 
     A ratio that was not measured is unknown. A claim of the course that depends on this ratio is not testable.
     """

@@ -52,10 +52,11 @@ def is_measured(value: "float | Missing | None") -> bool:
 
 
 def passing_answer(frame: FrameType) -> bool | None:
-    """Return the truth value that passes the check that `frame` makes now; None if `frame` makes no check now.
+    """Return the truth value that passes the check that `frame` is executing; None if `frame` executes no check.
 
-    A check is code such as `assert x` or `if not x: raise`: for the other truth value, it raises an error at once. If
-    the function of `frame` only returns the value that it computes now, the check is the caller's check of this value.
+    A check is code such as `assert x` or `if not x: raise`: for the other truth value, the code raises an error at
+    once. If the function of `frame` returns the value at once (`return a < b`), the caller's frame is examined
+    instead: the caller may check the returned value.
     """
     found: bool | FrameType | None = frame
     while isinstance(found, FrameType):
@@ -65,7 +66,7 @@ def passing_answer(frame: FrameType) -> bool | None:
 
 @functools.lru_cache(1 << 12)
 def _branch(code: CodeType, place: int) -> bool | str | None:
-    """Return the truth value that passes the check at byte `place`; None: no check; "returned": a caller may check."""
+    """Return the truth value passing the check at byte `place` of `code`; None: no check; "returned": a `return`."""
     steps = [each for each in dis.get_instructions(code) if each.opname not in ("EXTENDED_ARG", "NOT_TAKEN")]
     index = max(index for index, each in enumerate(steps) if each.offset <= place)
     index += steps[index].opname == "PRECALL"  # Python 3.11: it may do the work of the CALL behind it
@@ -111,7 +112,7 @@ class _WithoutValue:
 
 
 class _InFormulas:
-    """Let an unknown number be the result of all arithmetic with it, and let texts show the number as `word`."""
+    """Make all arithmetic with an unknown number return the number; texts show the number as `word` ("unknown")."""
 
     __slots__ = ()
     word: str
@@ -190,8 +191,8 @@ class Assumed(_InFormulas, float):
         """Make the comparison method `name`, e.g. "__lt__", of an assumed number.
 
         With an infinity the assumed number is compared as 1. With any other number the result is False, or in a
-        check the truth value that passes the check (see `passing_answer`); `answers` counts these comparisons. With
-        an object that is no number the result is NotImplemented.
+        check the truth value that passes the check (see `passing_answer`); only a comparison with such a number is
+        counted in `answers`. With an object that is no number the result is NotImplemented.
         """
 
         def compare(self, other) -> bool:

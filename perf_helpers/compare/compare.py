@@ -85,7 +85,8 @@ class Changes:
     def to_junit(self, fail_on: Iterable[str]) -> str:
         """Return the comparison as JUnit XML for CI: one test for each axis of change and one for each change.
 
-        `fail_on`: axes ("memory", "verdict", "speed") where a change for the worse fails its own test and the axis's.
+        `fail_on`: axes ("memory", "verdict", "speed"). A change for the worse on them fails two tests: that of the
+        change and that of the axis.
         """
         return report.junit(self.new, report.change_cases(self.changes, fail_on))
 

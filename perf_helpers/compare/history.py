@@ -66,7 +66,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Hold a machine's course runs in one profile of sizes: a `Line` per claim, per run's peak and per timed recipe."""
+    """Hold course runs of one machine and profile (sizes): a `Line` per claim, per run's peak and per timed recipe."""
 
     machine: str
     profile: str
@@ -124,7 +124,7 @@ def write(folder: str | Path, page: str | Path) -> list[History]:
 
 
 def _machine_text(machine: dict) -> str:
-    """Return the text that groups runs: a machine's name, CPU and GPUs, except those that an earlier part contains."""
+    """Return a text to group runs by: the names of machine, CPU and GPUs, but no name that an earlier one contains."""
     gpus = [gpu.get("name") or "GPU" for gpu in machine.get("gpus") or ()]
     parts = [machine.get("name") or "", machine.get("cpu_model") or "", *gpus]
     names = [part for number, part in enumerate(parts) if part and not any(part in other for other in parts[:number])]

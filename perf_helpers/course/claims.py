@@ -62,7 +62,7 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the verdicts that the ledger expects for `kind` and `profile`; () if a prediction is used instead."""
+        """Return the ledger's expected verdicts for this machine `kind` and `profile`; () if a prediction is used."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property
@@ -78,7 +78,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Return why the claim does not hold, since which version, and a link; "" if the ledger has none of these."""
+        """Return why the claim does not hold, since when (e.g. "torch 2.0"), and a link; "" if the ledger has none."""
         claim = self.claim
         return " · ".join(filter(None, (claim.reason, claim.since and f"since: {claim.since}", claim.thread)))
 
@@ -104,7 +104,7 @@ class Decision:
         return number_text(self.value) + (f" ({interval_text(self.interval)})" if self.interval else "")
 
     def guide_text(self) -> str:
-        """Return as text the figure of the claim's `Guide`, or "no figure", then the guide's name and hardware."""
+        """Return the guide's figure for the claim, or "no figure", with the guide's name and hardware (see `Guide`)."""
         guide = self.claim.guide
         value = [] if guide.value is None else [number_text(guide.value)]
         figure = ": ".join([*value, guide.text or "no figure"])

@@ -63,9 +63,10 @@ def python_module(
 
 
 class ForkedModule:
-    """A module that runs in a fork of the course's server, with the methods of `subprocess.Popen` that the course uses.
+    """Control a Python module that runs as a program in a fork of the course's server, like a `subprocess.Popen`.
 
-    `control`: the module's connection to the server, see `server_process.serve`; `pid`: the module's process id.
+    Only the methods that the course uses exist. The process that called `python_module` has this object. `control`: the
+    connection from this process to the server, see `server_process.serve`; `pid`: the fork's process id.
     """
 
     stdin = stdout = stderr = None

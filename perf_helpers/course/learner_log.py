@@ -118,7 +118,7 @@ def off(guess: float, measured: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Hold a guess (the last before the value was revealed), its error, the measured value and a lesson's estimate."""
+    """Hold a guess (the last before the value was revealed), its error, the measured value and trainmem's estimate."""
 
     lesson: str
     key: str
@@ -147,7 +147,7 @@ def history(entries: Sequence[Entry]) -> list[Scored]:
 
 @dataclass(slots=True)
 class Progress:
-    """Hold a learner's progress in a lesson: claims' verdicts, guesses' errors, results of exercises and questions."""
+    """Hold a learner's progress in a lesson: verdicts of `Claims`, guess errors, results of exercises and questions."""
 
     finished: str | None = None  # the date on which it last ran to its end
     claims: dict[str, str] = field(default_factory=dict)  # {claim id: verdict} of that run

@@ -75,10 +75,11 @@ class Claim:
                 return self.threshold, math.inf
 
     def expected_on(self, kind: str, profile: str) -> tuple[Verdict, ...]:
-        """Return the verdicts expected on a `kind` of machine ("cpu" or "cuda") with a `profile` of sizes, e.g. "t4".
+        """Return the verdicts that the ledger expects on a `kind` of machine, "cpu" or "cuda".
 
-        If the ledger lists none, return () for a claim whose value must agree with a prediction, because the prediction
-        replaces the verdicts. Return (NOT_TESTABLE,) for any other claim.
+        On "cuda", verdicts listed for the `profile` of sizes ("t4" or "gpu", see `PROFILES`) replace those for "cuda".
+        If the ledger lists no verdicts, return () for a claim with a prediction, because the measured value must then
+        agree with the prediction. Return (NOT_TESTABLE,) for a claim without a prediction.
         """
         expected = self.expected.get(kind, () if self.predicted else (Verdict.NOT_TESTABLE,))
         return self.expected.get(profile, expected) if kind == "cuda" and profile in GPU_PROFILES else expected

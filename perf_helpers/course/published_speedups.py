@@ -1,4 +1,4 @@
-"""Speed ratios for `advise`: from a course run on the machine most like this one, or from the guides in the ledger.
+"""Speed ratios for `advise`: from a course run on the machine most like this one, or from guides (see claims.toml).
 
 Course runs are read from `results/`. An installed wheel has no such folder, so only the guides' figures remain.
 """
@@ -46,7 +46,8 @@ def published(machine: Machine | None, kind: str, capability: tuple[int, int]) -
 def nearest_recorded(machine: Machine | None, kind: str, capability: tuple[int, int]) -> dict[str, Any] | None:
     """Return the newest recorded course run of a machine, or of the most similar machine with the same kind of device.
 
-    Return None if no recorded machine has a device of this kind.
+    The run is a dict, its results.json; None if no recorded machine has a device of this kind. The most similar machine
+    is one of the same name, then one with the nearest compute capability, then one with the same CPU model.
 
     Args:
         machine: the machine; None: the GPU's compute capability alone decides which machine is similar.

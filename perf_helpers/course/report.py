@@ -29,7 +29,7 @@ _NO_XML = re.compile(r"\x1b\[[0-9;]*m|[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\
 def report(directory: str | Path, pages: Mapping[str, dict[str, Any]] | None = None) -> Path:
     """Make index.html, junit.xml and the lessons' pages of a course run; return the path of index.html.
 
-    If the run has a baseline, the report lists the changes since then.
+    If results.json has a "baseline" (the changes since an earlier course run), the report lists these changes.
 
     Args:
         directory: folder with results.json and the executed notebooks.

@@ -75,19 +75,19 @@ class Lab(Runner):
         """Compare runs of this lab with a baseline: peak memory exactly, speed by interleaved (A/B) runs.
 
         On a CPU, several subprocesses each interleave all runs, on one thread. In a round each of `others` has one turn
-        of `steps_per_turn` steps, and the baseline has two turns. A round's ratio is the mean CPU time of the
-        baseline's two turns, divided by the CPU time of the other run's turn. The speed ratio is the median over all
-        rounds; `wall_ratio` uses the wall clock instead. The bootstrap interval always includes ratio / f and
-        ratio * f, where f is the median factor between the baseline's two turns, or 1.05 if this factor is less. On a
-        GPU, and with several ranks, each run has its own process, the ratio uses the wall clock, and f is
-        `noise_floor`. If a comparison fails, its ratios are unknown and hold the reason; branching on such a ratio
-        raises `trainmem.unknown.RunFailed`.
+        of `steps_per_turn` steps, and the baseline has two. The time of a turn is the CPU time of its fastest step. A
+        round's ratio is the mean time of the baseline's two turns, divided by the time of the other run's turn. The
+        speed ratio is the median over all rounds; `wall_ratio` uses the wall clock instead. The bootstrap interval
+        always includes ratio divided by f and ratio times f. Here f is the median factor between the baseline's two
+        turns, but at least 1.05. On a GPU, and with several ranks, each run has its own process, the ratio uses the
+        wall clock, and f is `Lab.noise_floor` of the two runs. If a comparison fails, its ratios are unknown and hold
+        the reason; branching on such a ratio raises `trainmem.unknown.RunFailed`.
 
         Args:
             baseline: the run that the others are compared with.
             others: one run gives a comparison, several give a list of comparisons.
             turns: turns per run (default: the profile's); on a CPU they are divided among the subprocesses.
-            steps_per_turn: optimizer steps per turn; the fastest step counts.
+            steps_per_turn: optimizer steps per turn.
             timeout: seconds for all of `others` together; on a GPU, for each. None: the lab's timeout for each.
 
         Raises:
@@ -203,12 +203,12 @@ class Lab(Runner):
     def _interleaved(self, name: str, runs: list[Run], turns: int, steps_per_turn: int, timeout: float) -> Outcome:
         """Time runs in turns; return an `Outcome` whose `value[process][run][turn]` is a `Seconds` (wall, CPU).
 
-        A turn is `steps_per_turn` optimizer steps of one run, of which the fastest counts; then another run has a turn.
-        On a CPU, several processes each time all runs, with one thread per run. There, `value[process]` has one more
-        entry: more turns of the baseline (the first run), whose times differ from those in the first entry only by
-        noise. On a GPU, and with several ranks, each run has its own process; `value` has one entry, value[0], with all
-        runs. `turns`: least number of turns of each run, summed over the processes. `timeout`: seconds for all turns
-        together. `name`: text of the progress bar.
+        A turn is `steps_per_turn` optimizer steps of one run; its `Seconds` are those of the fastest step. Then another
+        run has a turn. On a CPU, all runs take turns inside one process, with one thread per run, and several processes
+        repeat this. There, `value[process]` has one more entry at its end: more turns of the baseline (the first run).
+        Their times differ from those in the first entry only by noise. On a GPU, and with several ranks, each run has
+        its own process; `value` has one entry, value[0], with all runs. `turns`: least number of turns of each run,
+        summed over the processes. `timeout`: seconds for all turns together. `name`: text of the progress bar.
         """
         players, inside_one = self._players(runs), self._is_inside_one(*runs)
         if inside_one:
@@ -277,7 +277,7 @@ class Lab(Runner):
         """Return whether one of these runs computed on the CPU.
 
         With a GPU, a run computes on the CPU in two cases: `use_cpu` is set, or the run has more ranks than there are
-        GPUs (the ranks then use gloo). A function that does not use its GPU counts as a run on the GPU.
+        GPUs (the ranks then use gloo). A function (`Lab.run`) that leaves the GPU unused still counts as on the GPU.
         """
         gpus = max(1, len(self.machine.gpus)) if self.machine.kind == "cuda" else 0
         return not gpus or any(run.arguments.get("use_cpu") or run.processes > gpus for run in runs)

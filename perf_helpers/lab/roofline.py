@@ -81,7 +81,7 @@ def ceilings(dtype: str = "float32", device: str | None = None) -> Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The rate of 16-bit matmuls divided by the rate of fp32 ones, and the matmuls' share of an fp32 training step."""
+    """The rate of 16-bit matmuls divided by that of fp32 ones, and the share of an fp32 step's time in matmuls."""
 
     dtype: str  # "bfloat16" or "float16"
     ratio: Ratio  # rate in `dtype` / rate in fp32; unknown in a rehearsal

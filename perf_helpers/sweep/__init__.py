@@ -1,7 +1,7 @@
 """Run a training for every combination of a grid of arguments, on one or several workers.
 
-Covers the plan and its file; the sweep, which runs each row of a plan; and Dask workers, which any lab can use.
-Not covered: how one row is measured and stored (`perf_helpers.lab`).
+A `Plan` lists the trainings, one per row; a TOML file may hold it. `run` runs each row and returns a `Sweep`. Any lab
+can use the Dask workers (`Workers`). Not covered: how one row is measured and stored (`perf_helpers.lab`).
 """
 
 from perf_helpers.sweep.dask_workers import Workers, connected

@@ -239,7 +239,8 @@ class Workers(Executor):
     async def _free(self, lost_by: set[str]) -> _Worker:
         """Wait until a worker has a free device, and return this worker; if an error stopped all calls, raise it.
 
-        `lost_by`: names of workers that died during the caller's call; one of them is returned only if no other exists.
+        `lost_by`: names of workers that were killed or disconnected during the caller's call. A worker that now has
+        such a name is returned only if no worker has another name.
         """
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]

@@ -122,7 +122,7 @@ class Sweep:
         return self.table()._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return for JSON: status, store, the runs as stored; "reused" marks and counts runs older than the sweep."""
+        """Return {"status", "store", "reused": count of reused runs, "runs"} for JSON; a run has a boolean "reused"."""
         runs = [run.to_dict() | {"reused": run.id in self.reused} for run in self.runs]
         return {"status": "ok" if self.ok else "failed", "store": self.store, "reused": len(self.reused), "runs": runs}
 
@@ -289,9 +289,9 @@ def _name(changes: Mapping[str, Any]) -> str:
 def _value(place: str, name: str, value: Any, in_task: bool = True) -> Any:
     """Check a value of a plan and return it.
 
-    If a training argument is given as text that transformers' parser reads as a number or a boolean, return that.
-    `place`: the table of the plan that has the value, for messages. `name`: a training argument or, if `in_task`, a
-    field of the task. Raises ValueError for an unknown name, or a value that the training argument does not accept.
+    If a training argument is given as a text that transformers' parser reads as a number or a boolean, return the
+    number or the boolean. `place`: the table of the plan that has the value, for messages. `name`: a training argument
+    or, if `in_task`, a field of the task. Raises ValueError for an unknown name, or a value that is not accepted.
     """
     if name in TASK_FIELDS:
         if in_task and name != "config":

@@ -258,8 +258,9 @@ def challenge(
 ) -> Feedback:
     """Train with the learner's own recipe in a fresh subprocess, compare the result with a target, and return feedback.
 
-    The journal keeps a recipe that meets the target. A recipe that was tried before is not run again. If the target is
-    unknown, because the measurement that sets it failed, no recipe is judged.
+    The journal keeps a recipe that meets the target. A recipe that has run before without failing is not run again. If
+    `limit_bytes` or `at_least_speed` is an `Unknown` or a `Missing`, e.g. because the run that it is calculated from
+    failed, no recipe is judged.
 
     Args:
         key: names the challenge within the lesson.
@@ -270,7 +271,7 @@ def challenge(
             recipe fails only if even the upper end of its measured interval is lower, so noise cannot be the cause.
 
     Raises:
-        ValueError: the challenge has no target, or its baseline failed.
+        ValueError: both targets are None, a target is not above 0, or the peak of the baseline was not measured.
     """
     targets = {"limit_bytes": limit_bytes, "at_least_speed": at_least_speed}
     if limit_bytes is None and at_least_speed is None:

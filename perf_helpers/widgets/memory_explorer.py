@@ -291,7 +291,7 @@ def _offer(controls: dict[str, "DOMWidget"]) -> None:
 
 
 def _verdict(answer: MemoryEstimate, parts: dict[str, int], own: dict[str, int]) -> str:
-    """Return HTML that says how much memory is needed, where the peak is, and on which devices it fits.
+    """Return HTML with the memory needed, the phase and operation of the peak, and the devices that have enough memory.
 
     `parts`: {category: bytes} that sum to the bytes needed; `own`: {device of this machine: bytes of its memory}.
     """

@@ -96,8 +96,8 @@ def _groups(lab: Lab) -> dict[str, list[Recipe]]:
     """Return {label: group of recipes}; a group has one model and one source: this notebook, or earlier runs of a day.
 
     The group of this notebook with the lab's model comes first. In a group, recipes are ordered by peak memory, the
-    smallest first; recipes without a measured memory come last. The later of two recipes with the same name, kind and
-    arguments is kept. Runs without arguments, and runs with neither memory nor speed, are left out.
+    smallest first; recipes without a measured memory come last. The later of two recipes with the same name, kind
+    of memory and arguments is kept. Runs without arguments, and runs with neither memory nor speed, are left out.
     """
     session, machine = {run.id for run in lab.runs}, lab.machine
     here = [run for run in lab.runs if run.ok]

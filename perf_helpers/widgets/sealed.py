@@ -1,7 +1,8 @@
 """Seal cells whose source has answers (questions, hints, solutions, planted bugs), so that no front end shows them.
 
 JupyterLab and Colab fold a cell if the notebook's metadata say so, VS Code does not (microsoft/vscode issue 158716).
-notebooks/build.py therefore encodes such cells. The kernel decodes a cell first, so that errors show the right lines.
+notebooks/build.py therefore encodes such cells. The kernel decodes a cell before the cell runs, so that errors show the
+right lines.
 """
 
 import base64

@@ -45,7 +45,7 @@ class Recipe:
     """Hold a recipe of an `Advice`: training arguments, the memory that they take, their costs and their speed.
 
     `peak_bytes` counts live tensors; `needed_bytes` is the memory that the device must have. `speed` is a fraction of
-    the speed of the fastest recipe that fits.
+    the speed of the fastest recipe that fits. `costs` are disadvantages in time, precision or convergence, as texts.
     """
 
     name: str  # techniques, micro-batch x accumulation: "checkpointing, AdamW, 4 x 2"
@@ -65,7 +65,7 @@ class Recipe:
 
 
 class Shown:
-    """Show a result as HTML in a notebook and as text in a terminal; a subclass returns the content from `_parts`."""
+    """Show a result as HTML in a notebook and as text in a terminal; a subclass has `_parts`, see `Advice._parts`."""
 
     __slots__ = ()
 
@@ -235,8 +235,9 @@ def advise(
         must: training arguments to keep, e.g. {"optim": "sgd"}.
         avoid: techniques or arguments to leave out, e.g. ["checkpointing", "adafactor", "accumulation"].
         may: techniques to allow that are otherwise not offered: "LoRA", "QLoRA", and others of `recipes.ON_DEMAND`.
-        largest: "model" or "sequence": find the largest similar preset, or the longest sequence, that fits with the
-            recipe that needs the least memory. The advice's `task` is then the task found. None: advise for `task`.
+        largest: "model" or "sequence": find the largest preset of the task's model type, or the longest sequence, that
+            fits with the recipe that needs the least memory. The advice's `task` is then the task found. None: advise
+            for `task`.
         device: "cpu" or "cuda"; None: a GPU if one is named, if this machine has one, or if `memory` is a size that
             GPUs are sold with (a note says so); otherwise this machine's CPU.
         compute_capability: compute capability of the GPU, e.g. (8, 0); None: the card's, otherwise this machine's,

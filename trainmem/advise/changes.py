@@ -83,7 +83,8 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
 def _offloaded(search: RecipeSearch, breakdowns: list[dict[str, int]], on_top: int) -> Change | None:
     """Return the change that keeps the optimizer states on the host; None if the recipe has no states.
 
-    `breakdowns` and `on_top`: as for `_sharded`.
+    `breakdowns`: {category: live bytes} of the recipe, at the peak and at the end of each phase of a step. `on_top`:
+    bytes that the recipe needs in addition to live bytes, e.g. for the CUDA context.
     """
     states = max(parts["optimizer_states"] for parts in breakdowns)
     if not states:

@@ -53,7 +53,7 @@ def _model(search: RecipeSearch) -> Found:
 
 
 def _of_the_next(search: RecipeSearch, candidate: Candidate) -> str:
-    """Return a note on the next larger preset, which does not fit; `search` is the search for this preset.
+    """Return a note on the preset next in size after the largest that fits; `search` is the search for the next one.
 
     If the preset's memory is known as a function of the number of layers (see `layers_of`), the note says how many
     bytes the preset needs with the recipe `candidate`, and how many of its layers would fit.

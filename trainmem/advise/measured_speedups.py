@@ -93,11 +93,12 @@ class Evidence:
         return measured or Factor(technique.name, *self._of_claims.get(technique.claims.get(self._kind), _UNMEASURED))
 
     def of_micro_batch(self, size: int, largest: int) -> Factor:
-        """Return the factor: speed with a micro-batch of `size` samples / speed with any larger micro-batch.
+        """Return the factor: speed with a micro-batch of `size` samples / speed with a larger micro-batch.
 
-        The effective batch is equal in both. The factor comes from runs on this machine. If there are too few runs,
-        there are two cases. With a `size` of 1 and a `largest` of at least 4, return the published factor of
-        micro-batch 1 against 4. Otherwise return a factor whose ratio is None.
+        The factor comes from pairs of runs on this machine with equal effective batches. All micro-batches larger than
+        `size` count. If there are too few pairs, the ratio of the returned factor is None, with one exception: for a
+        `size` of 1 and a `largest` of at least 4, the published factor of micro-batch 1 against 4 is returned, if there
+        is one.
 
         `largest`: samples of the largest micro-batch of any recipe.
         """

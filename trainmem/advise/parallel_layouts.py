@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def undivided_bytes(self) -> int:
-        """Bytes of a rank's tensors that stay the same with more cards: activations, gathered layers, temporaries."""
+        """Peak bytes of a rank's tensors that more cards do not divide: activations, gathered layers, temporaries."""
         timeline = self.estimate.memory.timeline
         rest = (timeline[category] for category in CATEGORIES if category not in STATES)
         moments = zip(timeline["phase"], map(sum, zip(*rest, strict=True)), strict=True)
@@ -56,7 +56,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Parallelism(Shown):
-    """Hold what `parallelism` returns, shown as a table: the chosen layout, its bytes per rank, all traced layouts."""
+    """Hold the result of `parallelism`: chosen layout, its bytes per rank, all traced layouts; displayed as a table."""
 
     task: Task
     cards: int
@@ -166,7 +166,7 @@ def parallelism(
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """Trace the memory of a training under each layout (DDP, FSDP ...) on given cards and hosts."""
+    """Trace the memory of a training under each layout (e.g. DDP, FSDP) on given cards and hosts."""
 
     task: Task
     cards: int
@@ -177,7 +177,7 @@ class _Cluster:
     left_out: list[str]  # filled with the layouts that cannot be traced, and why
 
     def layouts(self, arguments: dict[str, Any], suffix: str = "") -> Iterator[Layout]:
-        """Yield every layout, traced with these training arguments, the simplest first.
+        """Yield every layout, traced with these training arguments, in the order of `_ways` (replicas first).
 
         A layout that cannot be traced is skipped, and the reason is added to `self.left_out`.
 
@@ -253,8 +253,8 @@ class _Cluster:
 def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]:
     """Return (branch of Hugging Face's decision tree, text with reasons and a remedy) for a task that no layout fits.
 
-    The branch is either that the largest layer does not fit a card, or that layers fit, but the model divided by the
-    task's number of cards does not.
+    The branch says what does not fit a card: the largest layer with its activations or, if these fit, a rank's share
+    in the smallest layout.
 
     Args:
         smallest: the layout that needs the least memory.
@@ -287,8 +287,9 @@ def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
 def _of_undivided_weights(layouts: list[Layout], cards: int) -> Iterator[str]:
     """Yield a sentence if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards.
 
-    `layouts`: the traced layouts. The bytes of rank 0's weights in the layout "FSDP" are compared with the largest
-    bytes of the weights in any layout, which are the whole model's.
+    The limit: rank 0 has more than 1.5 times an equal share of the model's weights in the layout "FSDP".
+
+    `layouts`: the traced layouts; the one with the most bytes of weights has the whole model.
     """
     weights = {each.name: each.estimate.memory.breakdown[Category.WEIGHTS] for each in layouts}
     share = weights.get("FSDP", 0) / max(weights.values())

@@ -107,7 +107,7 @@ class Choices:
 
         Args:
             names: the training arguments that the choice sets; if `must` has one of them, `must` decides.
-            options: the choice's options, as in `QUESTIONS`.
+            options: the choice's options (`recipes.QUESTIONS` has the choices, as {names: options}).
             left_out: techniques that a recipe may have only if `must` sets their arguments.
 
         Raises:
@@ -343,7 +343,7 @@ class RecipeSearch:
         return dataclasses.replace(self, task=task, estimates={}, too_large={}, _states={})
 
     def _for_thread(self) -> "RecipeSearch":
-        """Return a search for the same task that another thread runs in advance.
+        """Return a search for the same task, with which another thread makes estimates in advance.
 
         The returned search has its own `estimates`, `made` and `notes`. Nothing is estimated twice, because both
         searches have the same `ask`, a `Once` object that stores all results.

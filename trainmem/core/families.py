@@ -257,10 +257,11 @@ class Data:
     def arrays(self) -> dict[str, Any]:
         """Return {column: numpy array of the examples}.
 
-        A column that a batch keeps as a list is a list of examples: labels of object detection and mask segmentation.
+        The columns in `LISTED`, the labels of object detection and mask segmentation, are lists instead, with one item
+        per example.
 
         Raises:
-            ValueError: sizes that conflict, or a family for which no data can be generated.
+            ValueError: a family for which no data can be generated, or an unsuitable image, see `_with_images`.
         """
         import numpy as np
 
@@ -320,7 +321,7 @@ class Data:
         return min(100, self._vocabulary() // 4)  # above the special tokens
 
     def _ids(self, draw, learnable: bool):
-        """Return random token ids (examples, length) by `draw`, no image tokens; at most 32 distinct if `learnable`."""
+        """Return random token ids, (examples, length), without image tokens; at most 32 distinct ids if `learnable`."""
         first = self._first()
         last = first + 32 if learnable else self._vocabulary()
         ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))
@@ -381,7 +382,8 @@ class Data:
             ids: token ids (examples, length); the image's tokens overwrite those at the beginning.
 
         Raises:
-            ValueError: the image has too many tokens for the length, or the configuration's image token is invalid.
+            ValueError: the vision tower does not take the image's size, the image has too many tokens for the length,
+                or the configuration's image token is invalid.
         """
         import numpy as np
 

@@ -85,8 +85,9 @@ def missing_of_optimizer(optim: str) -> str | None:
 
 
 def needs_gpu(optim: str) -> str | None:
-    """Return a text that says why the optimizer `optim` fails on a CPU; None if the optimizer works on a CPU, or if its
-    package is missing.
+    """Return a text that says why the optimizer `optim` fails on a CPU; None if the optimizer works on a CPU.
+
+    Also return None if a package is missing: the optimizer's own, or triton for "stable_adamw".
     """
     if missing_of_optimizer(optim) or (optim == "stable_adamw" and not importlib.util.find_spec("triton")):
         return None

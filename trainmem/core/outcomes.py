@@ -1,4 +1,4 @@
-"""Describe how an experiment ended, for the meters and the runner: its figures, or its failure."""
+"""Describe how an experiment ended, by figures or a failure, for the meters and `Runner` of `trainmem.measure`."""
 
 import dataclasses
 import os
@@ -19,8 +19,9 @@ class Invalid(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Hold the result of one experiment, as one meter measured it: status, message, memory, timing, losses and output.
+    """Hold the result of one experiment: status, message, memory, timing, losses and output.
 
+    The figures come from one meter (of memory or time, see `trainmem.measure`); `joined` adds those of another meter.
     A figure that was not requested is None.
     """
 

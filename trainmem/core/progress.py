@@ -53,8 +53,9 @@ def bar(name: str, total: int | None = None, unit: str = "step", quiet: bool = F
 
 
 def percent(name: str):
-    """Return a context with a tqdm bar called `name` from 0 to 100 %, see `bar`; call `update` on the bar with the
-    percent to add.
+    """Return a context with a tqdm bar called `name` from 0 to 100 %, see `bar`.
+
+    Call `update` on the bar with the percent to add.
     """
     return bar(name, 100, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}")
 

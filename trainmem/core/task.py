@@ -297,7 +297,7 @@ class Task(Record):
         return Weights(name, source, saved or (dict(quantization or {}) or None), by)
 
     def _dtype(self, config, requested: Any, where: str) -> tuple[Any, str]:
-        """Return (the weights' dtype or its name, who chose it), see `weights`; `where`: "preset" or a file's name."""
+        """Return (weights' dtype or its name, what decided it), see `weights`; `where`: "preset" or config file."""
         if requested not in (None, "auto"):
             return requested, "requested"
         if (named := config.dtype) is not None:

@@ -77,9 +77,10 @@ def stored() -> Iterator[Answers]:
 
 
 def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) -> Any:
-    """Return the stored answer of `function` to these arguments; if there is none, return `ask()`, and store it.
+    """Return the stored result of `function` for `arguments`; if there is none, return and store the result of `ask()`.
 
-    Nothing is stored outside of the context `stored`, or if the arguments have no unique text (see `_question`).
+    `ask` must return what `function` returns for `arguments`, e.g. from a subprocess. Outside of the context `stored`,
+    or if the arguments have no unique text (see `_question`), `ask` is called and nothing is stored.
     """
     answers = _active.get()
     if answers is None or (question := _question(arguments)) is None:

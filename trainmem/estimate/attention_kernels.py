@@ -21,7 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Free(NamedTuple):
-    """Free a buffer before the operation ends: number `index` (from 0) of those then held, in the order of requests."""
+    """Free a buffer before the operation ends: number `index` of the buffers still held, from the oldest (0) on."""
 
     index: int
 
@@ -106,7 +106,7 @@ def efficient_backward(gpu: Gpu, made, gradient, query, key, value, bias, *rest,
 
 
 def flash_forward(gpu: Gpu, made, query, key, value, dropout_p=0.0, *_, **__):
-    """Return the memory requests of flash attention's forward, in order; tensors are results, numbers buffers' bytes.
+    """Return the memory requests of flash attention's forward in order: tensors are results, numbers are buffer bytes.
 
     If there are too few query rows to keep the GPU busy, the kernel splits the keys into parts, and holds each part's
     result in fp32 until it combines them (flash_attn/flash_api.cpp: set_params_splitkv, num_splits_heuristic).

@@ -21,7 +21,7 @@ class BackwardOrder:
         self._runs = False  # whether a backward pass runs
 
     def numbered(self, run: Callable) -> Callable:
-        """Return a function that renumbers a backward pass's nodes, then calls `run`, torch's function for the pass."""
+        """Return a function that renumbers the nodes of a pass, then calls `run` (torch's `_engine_run_backward`)."""
 
         @functools.wraps(run)
         def call(outputs: Sequence[torch.Tensor], gradients, keeps_graph, makes_graph, *args, **options):

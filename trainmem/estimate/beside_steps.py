@@ -66,10 +66,11 @@ def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
-    """Let libraries save and load fake tensors in this context.
+    """Replace functions that save and load, so that libraries can save and load fake tensors in this context.
 
-    Loaded tensors are on the CPU: if the training runs on a GPU, their memory is not counted. Adapters of peft are an
-    exception: they are loaded onto the GPU.
+    The new functions keep a tensor's `Spec` instead of the tensor. If the training runs on a GPU, loaded tensors are on
+    the CPU, and `tracker` does not count their memory. Two kinds are loaded onto the GPU: adapters of peft, and tensors
+    that `torch.load` loads without `map_location="cpu"`.
     """
     files: dict[str, dict[str, Spec]] = {}
 

@@ -1,6 +1,7 @@
 """List the memory requests of CUDA's kernels for convolutions and batch norms, see `kernels`.
 
-A tensor in another memory format than the kernel's is copied into a buffer before the kernel runs.
+Each rule gets `made`, the list of the operation's results on fake tensors. A tensor in another memory format than the
+kernel's is copied into a buffer before the kernel runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +24,12 @@ def _convolution(gpu: Gpu, made, tensor, weight, *_, **__) -> list[Step]:
 def _convolution_backward(
     gpu: Gpu, made, gradient, tensor, weight, biases, stride, padding, dilation, transposed, extra, groups, wanted, **__
 ) -> list[Step]:
-    """Return the memory requests of `convolution_backward`, in order: buffers (bytes, `Free`s) and results (`made`).
+    """Return the memory requests of `convolution_backward`, in the order in which a GPU makes them.
 
-    The results are the gradients of images, weights and bias, in this order; but torch's own depthwise kernel makes the
-    weights' gradient before the images' gradient. A tensor in another memory format than the kernel's is copied into a
-    buffer. The last buffers, after all results, hold partial sums of the bias' gradient
+    A tensor is a result (one of `made`), a number is the bytes of a buffer, and a `Free` releases a buffer. The results
+    are the gradients of images, weights and bias, in this order; but torch's own depthwise kernel makes the weights'
+    gradient before the images' gradient. A tensor in another memory format than the kernel's is copied into a buffer.
+    The last buffers, after all results, hold partial sums of the bias' gradient
     (native/Convolution.cpp: convolution_backward).
     """
     layout = _layout_of_convolution(tensor, weight)
@@ -52,9 +54,10 @@ def _convolution_backward(
 
 
 def _layout_of_convolution(tensor: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """Return the memory format in which cuDNN runs a convolution: channels last if images or weights have this format.
+    """Return the memory format in which cuDNN runs a convolution: channels last or contiguous.
 
-    Otherwise the format is contiguous (ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format)."""
+    The format is channels last if `tensor` has 4 dimensions, neither tensor is in float64, and images or weights are
+    channels last (ATen/native/ConvUtils.h: cudnn_conv_suggest_memory_format)."""
     if tensor.dim() != 4 or torch.float64 in (tensor.dtype, weight.dtype):
         return torch.contiguous_format
     suggested = suggest_memory_format(tensor), suggest_memory_format(weight)
@@ -109,11 +112,12 @@ def runs_cudnn(tensor, weight, bias, mean, variance, trains: bool) -> bool:
 
 
 def _batch_norm(gpu: Gpu, made, tensor, *rest, **__) -> list[Step]:
-    """Return the memory requests of `native_batch_norm`, in order: the results (`made`), with buffers before or after.
+    """Return the memory requests of `native_batch_norm`, in the order in which a GPU makes them.
 
-    In training, torch's own kernel has buffers after the results, for the partial sums of its blocks of threads, see
-    `_shared_sums` (cuda/Normalization.cuh). For cuDNN, an input that is neither contiguous nor channels last is copied
-    into a buffer before the results.
+    A tensor is a result (one of `made`), a number is the bytes of a buffer. In training, torch's own kernel requests
+    buffers after the results, for the partial sums of its blocks of threads, see `_shared_sums`
+    (cuda/Normalization.cuh). For cuDNN, an input that is neither contiguous nor channels last is copied into a buffer
+    before the results.
     """
     if runs_cudnn(tensor, *rest[:5]):
         return [*contiguous_copy(tensor, suggest_memory_format(tensor)), *made]
@@ -123,10 +127,11 @@ def _batch_norm(gpu: Gpu, made, tensor, *rest, **__) -> list[Step]:
 def _batch_norm_backward(
     gpu: Gpu, made, gradient, tensor, weight, mean, variance, _, inverse, trains, __, wanted, **___
 ) -> list[Step]:
-    """Return the memory requests of `native_batch_norm_backward`, in order: tensors (`made`), bytes, `Free`s.
+    """Return the memory requests of `native_batch_norm_backward`, in the order in which a GPU makes them.
 
-    cuDNN, which runs in training only, computes all three gradients; each gradient that is not wanted takes a buffer.
-    If images are contiguous and their gradient is wanted, torch's own kernel takes no buffers. torch's kernels for
+    A tensor is a result (one of `made`), a number is the bytes of a buffer, and a `Free` releases a buffer. cuDNN,
+    which runs in training only, computes all three gradients; each gradient that is not wanted takes a buffer. If
+    images are contiguous and their gradient is wanted, torch's own kernel takes no buffers. torch's kernels for
     channels last make two sums per channel, which take buffers, then the gradients of weight and bias, and last the
     input's gradient (cuda/Normalization.cu: batch_norm_backward_cuda).
     """
@@ -150,10 +155,10 @@ def _has_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _shared_sums(tensor: torch.Tensor, numbers: int) -> list[Step]:
-    """Return the memory requests of a batch norm's partial sums: bytes of a buffer for them, and of one for counters.
+    """Return the bytes of two buffers that a batch norm requests: one for partial sums, then one for counters.
 
     Each block of threads makes partial sums. Return [] if the layout is not channels last, or if the rows need fewer
-    than 8 blocks. `tensor`: rows or images. `numbers`: how many numbers per channel a block's partial sum has
+    than 8 blocks. `tensor`: rows or images. `numbers`: how many numbers each block keeps per channel, e.g. 4
     (cuda/Normalization.cuh: flexible_launch_configs).
     """
     if not _has_channels_last(tensor):
@@ -168,9 +173,9 @@ def _shared_sums(tensor: torch.Tensor, numbers: int) -> list[Step]:
 
 
 def _unfold_backward(gpu: Gpu, made, gradient, shape, dim, *_, **__) -> list[Step]:
-    """Return the memory requests of the backward of `Tensor.unfold`, in order: the result (`made`), then a buffer.
+    """Return the memory requests of the backward of `Tensor.unfold`: the result in `made`, then a buffer's bytes.
 
-    The buffer holds positions along the dimension (native/UnfoldBackward.h)."""
+    The buffer holds the positions along the dimension `dim`, 8 bytes each (native/UnfoldBackward.h)."""
     return [*made, WORD * shape[dim]]
 
 

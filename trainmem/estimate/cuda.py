@@ -231,7 +231,7 @@ def _fused_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal,
 
 
 def _first(results):
-    """Return the first of several results, and free the others one by one in order, as torch's C++ code does."""
+    """Return the first of several results; free the others one by one, from second to last, as torch's C++ does."""
     first, results = results[0], results[1:]
     while results:
         results = results[1:]
@@ -288,7 +288,7 @@ def attention_kernel(
     """Return the attention kernel that torch selects: "cudnn", "flash", "efficient" or "math" (plain attention).
 
     Args:
-        rules: the rules of torch's release.
+        rules: the rules by which a torch release selects the kernel, see `allocator_settings.release`.
         capability: the GPU's compute capability.
         query, key, value: (batch, heads, length, head size), or without a batch, which fused kernels support since
             torch 2.14.
@@ -353,7 +353,7 @@ def _heads_fit(rules: Release, query, key, value, takes_groups: bool, values_ali
     """Return whether a fused kernel supports the head counts of query, key, value: (batch, heads, length, head size).
 
     Args:
-        rules: the rules of a torch release.
+        rules: the rules of a torch release, see `allocator_settings.release`.
         takes_groups: whether the kernel lets several query heads share keys and values.
         values_alike: whether the kernel needs as many value heads as key heads.
     """

@@ -85,7 +85,7 @@ class DeviceTracker(FakeTracker):
         self._forced: Placement | None = None  # overrides all other rules for new tensors
         self._adapter_base: Placement | None = None  # where the base model is to which peft adds adapters now
         self._results = Placement.HOST  # of the present operation
-        self._hosted: dict[int, weakref.ref] = {}  # fake storages that were copied to the host, by address
+        self._hosted: dict[int, weakref.ref] = {}  # fake storages that `_keep_on_host` noted, by address
         self._in_parts = False  # whether an operation of `_IN_PARTS` runs
         self.given: tuple = ()  # arguments of the torch function that runs
         self.packs = False  # whether a sequence is packed or unpacked, and its new lengths are computed
@@ -117,9 +117,10 @@ class DeviceTracker(FakeTracker):
         return stack
 
     def _replacements(self, optim: str) -> Iterator[tuple[Any, str, Callable]]:
-        """Yield (owner, name, replacement) for each library function to replace.
+        """Yield (owner, name, replacement) for each library function that `emulated` replaces.
 
-        `optim`: the name of the Trainer's optimizer.
+        `owner`: the module or class that holds the function; `name`: the function's name in it. `optim`: the name of
+        the Trainer's optimizer.
         """
         yield from fake_casts(self)
         yield torch.nn.Module, "cuda", lambda module, *_, **__: self.send_module(module)
@@ -284,20 +285,21 @@ class DeviceTracker(FakeTracker):
         return result
 
     def _is_given_device_tensors(self) -> bool:
-        """Return whether the torch function that runs now got a tensor on the device; False unless `_places`."""
-        # Asked if an operation has no tensor arguments, e.g. `full`, which `pad_sequence` calls in C++.
+        """Return whether the running torch function has an argument on the device; if not `_places`, return False."""
+        # Called if an operation has no tensor arguments, e.g. `full`, which `pad_sequence` calls in C++. If the loop
+        # does not say where its tensors are (`_places`), the function's arguments do not matter.
         tensors = (each for each in tree_iter(self.given) if isinstance(each, torch.Tensor))
         return self._places and any(map(self.is_on_device, tensors))
 
     def _is_hosted(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether each fake tensor in `tensors` is a copy on the host or made from such copies (`_hosted`)."""
+        """Return whether `_keep_on_host` noted each fake tensor in `tensors`; False if it noted no tensor at all."""
         if not self._hosted:
             return False
         storages = [self._storage(each) for each in tensors if isinstance(each, FakeTensor)]
         return all(each is not None and each._cdata in self._hosted for each in storages)
 
     def _keep_on_host(self, results: Any) -> None:
-        """Remember that the fake tensors among the `results` of an operation are on the host."""
+        """Note in `_hosted` that the fake tensors among the `results` of an operation are on the host."""
         for tensor in tree_iter(results):
             storage = self._storage(tensor) if isinstance(tensor, FakeTensor) else None
             if storage is not None and storage._cdata not in self._blocks:
@@ -412,10 +414,11 @@ class DeviceTracker(FakeTracker):
 
 @functools.cache
 def _composite_key(function) -> torch._C.DispatchKey | None:
-    """Return the dispatch key of the kernel that computes an operation by calling others, e.g. `linear` by a matmul.
+    """Return the dispatch key of the kernel that computes an operation by calling other operations.
 
-    The key is AutogradCPU for an operation that `cuda.py` replaces, otherwise CompositeImplicitAutograd. None: the
-    operation has a CPU kernel of its own, is not in aten, or calls no other operations.
+    For example, the kernel of `linear` calls a matmul. The key is AutogradCPU if `cuda.py` replaces the operation,
+    otherwise CompositeImplicitAutograd. The result is None if the operation has a CPU kernel of its own, is not in
+    aten, or has no kernel that calls other operations.
     """
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, function.name())
     keys = torch._C.DispatchKey

@@ -53,10 +53,11 @@ class DeviceArguments(TorchFunctionMode):
         self._default = made if made is not device else None
 
     def _named(self, device: Any) -> Any:
-        """Return `THE_DEVICE` if `device` names a GPU, otherwise `device`.
+        """Return `user_cuda.THE_DEVICE` if `device` names a GPU, otherwise `device`.
 
-        If the user's loop itself says where its tensors are, the tracker (`DeviceTracker`) assumes at first that all
-        tensors are on the host. Once this method has found the name of a GPU, the tracker allows tensors on the GPU.
+        If the user's loop itself says where its tensors are, e.g. by `device=`, the tracker (`DeviceTracker`) assumes
+        at first that all tensors are on the host. After this method has found the name of a GPU, the tracker decides
+        for each tensor whether it is on the host or on the GPU.
         """
         made = user_cuda.device_argument(device)
         if self._tracker._places and made is not device:

@@ -1,8 +1,9 @@
 """Explain why one recipe takes more memory than another: by argument, and by tensor with its line of code.
 
-It also warns of properties of the built model that a user may not expect. Both recipes are traced as for an estimate,
-while a `Witness` notes, for each operation, the innermost line of Python outside the libraries. A tensor that autograd
-allocates, or that belongs to a parameter, gets the first line of its module's forward.
+A recipe is a set of training arguments. The explanation also warns of properties of the built model that a user may not
+expect. Both recipes are traced as for an estimate, while a `Witness` notes, for each operation, the innermost line of
+Python outside the libraries. A tensor that autograd allocates, or that belongs to a parameter, gets the first line of
+its module's forward.
 """
 
 import bisect
@@ -278,7 +279,7 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
 
     `follow`: the original `trace.follow`, which this function replaces. `witnessed` is (origins, ends, warnings), with
     `Witness.origins` and `Witness.warnings`. `ends` has one number per operation from the first mark "start" on: the
-    length of the tracker's log after this operation.
+    length of `tracker.log`, the list of allocations and frees, after this operation.
 
     Raises:
         Invalid: the experiment cannot be built or traced, or no parameter gets a gradient.

@@ -92,7 +92,8 @@ def _double_buffer(_, weight, dtype=torch.float32):
 def _paged(tracker: "DeviceTracker", plain, optimizer, weight, *args, **options):
     """Return a state for `weight`, made by `plain`, the function of bitsandbytes that makes an optimizer's states.
 
-    A large state of a paged optimizer is in memory that the driver pages. This memory does not count as the device's.
+    If a paged optimizer makes the state for a weight of at least `_PAGED` elements, the state is in memory that the
+    driver pages. This memory does not count as the device's.
     """
     is_paged = optimizer.is_paged and weight.numel() >= _PAGED
     with tracker.placing(paged=is_paged):

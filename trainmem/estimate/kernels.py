@@ -114,7 +114,7 @@ class Kernels:
         return function.overloadpacket in _PRODUCTS or function.namespace == "transformers"  # experts one by one
 
     def _is_tritons(self, packet, args) -> bool:
-        """Return whether Triton runs the operation, as it does outer products (torch/_native/ops/bmm_outer_product)."""
+        """Return whether Triton runs `packet`: only for outer products (torch/_native/ops/bmm_outer_product)."""
         return packet is aten.bmm and args[0].shape[-1] == 1 and not self._gpu.rules.keeps_workspaces
 
     def workspaces(self, function, args: Sequence, kwargs: dict) -> list[tuple[str, int]]:
@@ -131,7 +131,7 @@ class Kernels:
         return self._gpu.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
 
     def _grouped(self, made, first, second, offsets=None, *_, **__):
-        """Return the memory requests of `_grouped_mm`, in order: the results (`made`), and bytes of buffers.
+        """Return the memory requests of `_grouped_mm`, in order: the results (`made`), then bytes of buffers.
 
         The buffers hold each group's sizes, strides and pointers, and a workspace per multiprocessor (cuda/GroupMM.cu).
         """
@@ -151,7 +151,7 @@ class Kernels:
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
 
     def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
-        """Return the memory requests of a reduction besides its result: the bytes of each buffer.
+        """Return the bytes of each buffer that a reduction requests. The list does not contain the result, `made`.
 
         If a sum converts its input to another type, e.g. integers to int64, one buffer holds the converted input. If
         several thread blocks compute one element of the result, other buffers hold their partial results.
@@ -231,9 +231,11 @@ class Kernels:
         return [*made, *cast, *copy, *([scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _logsumexp(self, made, tensor, dim, *_, **__):
-        """Return the memory requests of `logsumexp`, in order: bytes of buffers, then the result (`made`).
+        """Return the memory requests of `logsumexp`: bytes and `Free`s of buffers, the result (`made`), more buffers.
 
-        The buffers hold the maxima, which of them are infinite, and the exponentials (native/ReduceOps.cpp).
+        The buffers before the result hold the maxima, which of them are infinite, and the exponentials. The buffers
+        after the result hold partial sums (native/ReduceOps.cpp). There are no buffers if the types of input and result
+        differ.
         """
         (result,) = made
         small, each = result.nbytes, result.itemsize
@@ -260,11 +262,11 @@ class Kernels:
         return [*made, *self._reduction(made[0].element_size(), made[0], tensor, dim)] if len(made) == 1 else made
 
     def _variance(self, made, tensor, dim=None, *_, **__):
-        """Return the memory requests of `var`, `std`, `var_mean`: results (`made`) and buffers for partial results."""
+        """Return the memory requests of `var`, `std`, `var_mean`: results (`made`), then buffers of partial results."""
         return [*made, *self._reduction(16, made[0], tensor, dim)]  # a partial result is four numbers (Welford's)
 
     def _distances(self, made, first, second):
-        """Return the memory requests of the distances between rows, in order: bytes of buffers, then the result.
+        """Return the memory requests of the distances between rows: bytes and `Free`s of buffers, then the result.
 
         Each row of both inputs is extended by its squared length and a 1. The result (`made`) is a matmul of the two
         extended inputs (native/Distance.cpp: _euclidean_dist).
@@ -275,7 +277,7 @@ class Kernels:
         return [*lengths, *rows, Free(0), Free(0), *made]
 
     def _distances_backward(self, made, gradient, first, second, *_, **__):
-        """Return the memory requests of `_cdist_backward`, in order: the result (`made`), and bytes of buffers.
+        """Return the memory requests of `_cdist_backward`, in order: the result (`made`), then bytes of buffers.
 
         A buffer has a row per pair of input rows; others hold partial sums of these rows (cuda/DistanceKernel.cu)."""
         pairs = *first.shape[:-2], second.shape[-2], *first.shape[-2:]
@@ -317,7 +319,7 @@ class Kernels:
         return made if torch.is_tensor(base) else [*made, WORD]
 
     def _copy(self, made, target, source, *_, **__):
-        """Return the memory requests of `copy_`, in order: the result (`made`), and the bytes of at most one buffer.
+        """Return the memory requests of `copy_`, in order: the result (`made`), then the bytes of at most one buffer.
 
         To copy between host and device, a strided tensor on the device needs this buffer: a contiguous copy on the
         device (cuda/Copy.cu: copy_requires_temporaries).
@@ -329,7 +331,7 @@ class Kernels:
         return [*made, *contiguous_copy(source.expand_as(target) if self._is_on_host(target) else target)]
 
     def _scatter_reduce(self, made, tensor, dim, index, source, reduce, *_, **__):
-        """Return the memory requests of `scatter_reduce`, in order: the result (`made`), and bytes of buffers.
+        """Return the memory requests of `scatter_reduce`, in order: the result (`made`), then bytes of buffers.
 
         Only a mean has buffers. They hold ones, the counts of the values that were added, and a mask
         (native/TensorAdvancedIndexing.cpp).
@@ -337,14 +339,14 @@ class Kernels:
         return [*made, *([source.nbytes, tensor.nbytes, tensor.numel()] if reduce == "mean" else [])]
 
     def _masked_scatter(self, made, tensor, *_, **__):
-        """Return the memory requests of `masked_scatter`, in order: the result (`made`), and bytes of buffers.
+        """Return the memory requests of `masked_scatter`, in order: the result (`made`), then bytes of buffers.
 
         The buffers hold a running count of selected elements (cuda/IndexKernel.cu: masked_scatter_kernel).
         """
         return [*made, WORD * tensor.numel(), scan_bytes(tensor.numel())]
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
-        """Return the memory requests of `_softmax_backward_data`, in order: the result (`made`), and bytes of buffers.
+        """Return the memory requests of `_softmax_backward_data`, in order: the result (`made`), then bytes of buffers.
 
         The first buffers hold contiguous copies of gradient and output, if these are not contiguous. The last buffer
         holds the product of gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out).
@@ -353,16 +355,17 @@ class Kernels:
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
-        """Return the memory requests of `isinf`: a buffer (absolute values), the result (`made`), the buffer's free."""
+        """Return the memory requests of `isinf`: a buffer of absolute values, result (`made`), the buffer's `Free`."""
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _norm_backward(self, made, gradient, tensor, shape, *rest, **__):
         """Return the memory requests of the backward of a layer norm or an RMS norm, in order.
 
-        The requests are copies of inputs that are not contiguous, and the results (`made`). If the rows are many and
-        narrow, the gradients of weight and bias are computed in two steps. First, buffers get partial sums, each over
-        32 rows or more. Then each gradient is allocated a second time, as the sum of its partial sums, and its first
-        allocation is freed (cuda/layer_norm_kernel.cu: LaunchGammaBetaBackwardCUDAKernel).
+        First comes a copy of the input, then the results (`made`), then a copy of `gradient`; a contiguous tensor needs
+        no copy. If the rows are many and narrow, the gradients of weight and bias are computed in two steps. In step 1,
+        buffers get partial sums, each over 32 rows or more. In step 2, each gradient is allocated a second time, as the
+        sum of its partial sums, and its first allocation is freed (cuda/layer_norm_kernel.cu:
+        LaunchGammaBetaBackwardCUDAKernel).
         """
         before, after, is_wanted = contiguous_copy(tensor), contiguous_copy(gradient), rest[-1]
         width = math.prod(shape)
@@ -380,7 +383,7 @@ class Kernels:
         return steps
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
-        """Return the memory requests of `native_group_norm`, in order: the results (`made`), and bytes of buffers.
+        """Return the memory requests of `native_group_norm`, in order: the results (`made`), then bytes of buffers.
 
         If the operator returns mean and deviation in 16 bits, two buffers hold them in fp32. If there are weights, two
         more hold a factor and a shift for each sample and channel (cuda/group_norm_kernel.cu).
@@ -389,7 +392,7 @@ class Kernels:
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
-        """Return the memory requests of `native_group_norm_backward`, in order: results (`made`), and bytes of buffers.
+        """Return the memory requests of `native_group_norm_backward`: the results (`made`), then bytes of buffers.
 
         The buffers hold sums per sample and channel, and per sample and group (cuda/group_norm_kernel.cu).
         """
@@ -397,7 +400,7 @@ class Kernels:
         return [*made, each, each, group, group, each]
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
-        """Return the memory requests of `roll`, in order: bytes and releases of buffers, then the result (`made`).
+        """Return the memory requests of `roll`, in order: bytes and `Free`s of buffers, then the result (`made`).
 
         Dimensions are rolled one by one, each but the last into a new buffer (TensorTransformations.h: roll_common).
         """
@@ -433,7 +436,7 @@ def _is_for_cublas(matrix: torch.Tensor) -> bool:
 
 
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
-    """Return the memory requests of quanto's 8-bit matmul, in order: bytes of buffers, then the result (`made`).
+    """Return the memory requests of quanto's 8-bit matmul: bytes and `Free`s of buffers, then the result (`made`).
 
     The codes, which are the weights in 8 bits, are multiplied by their scales in a buffer. Codes in a floating-point
     type are first cast into another buffer (optimum-quanto 0.2.7, qbytes_mm.py).

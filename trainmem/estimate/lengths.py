@@ -218,14 +218,14 @@ def worst_batch(
         """Return (the largest batch size or sample length that fits the card, `Fits` for this size).
 
         Give `width` to find the largest number of samples in a batch. Give `rows` to find the largest length of the
-        samples. The length is searched and returned in units of `pad_to_multiple_of` tokens, or of 8 tokens if
-        `pad_to_multiple_of` is 1. If not even size 1 fits, return (0, `Fits` for 1).
+        samples as a number of units: a unit is `pad_to_multiple_of` tokens, or 8 tokens if `pad_to_multiple_of` is 1.
+        If not even size 1 (one sample, or one unit) fits, return (0, `Fits` for 1).
 
         To try a size, three equal steps are traced. All samples but the first of a batch are one token shorter, so that
         there is padding.
 
         Args:
-            most: the largest size to try.
+            most: the largest size to try, in samples or in units.
             rows: samples in a batch; 0 if their number is searched.
             width: tokens per sample; 0 if the length is searched.
         """
@@ -258,9 +258,10 @@ def _around(steps: Steps, number: int, lengths: tuple[int, ...]) -> list[int]:
 
 
 def _drawn(lengths: tuple[int, ...], arguments: Arguments, tell: Callable[[int], None]) -> Steps:
-    """Return the batches of the first epoch as nested lists: for each step, for each micro-batch, its samples' numbers.
+    """Return the batches of the first epoch as nested lists: for each step, for each micro-batch, a list of samples.
 
-    The batches come from the Trainer's own loader. Call this function in a fresh subprocess, because it sets seeds.
+    A sample is given by its position in `lengths`, from 0. The batches come from the Trainer's own loader. Call this
+    function in a fresh subprocess, because it sets seeds.
 
     Args:
         lengths: tokens in each sample.

@@ -1,9 +1,9 @@
 """List the memory requests of CUDA's kernels for losses, see `kernels`.
 
-Each rule gets the GPU, `made` (the results on fake tensors) and the operation's arguments. It returns the requests in
-the order in which the kernel makes them: a tensor is a result, a number is the bytes of a buffer, and a `Free` releases
-a buffer. With reduction="none" the result of a loss has dimensions, and fewer buffers are needed than for a mean or a
-sum.
+`RULES` gives each operator a function, called its rule. A rule gets the GPU, `made` (a list of the results, as fake
+tensors) and the operation's arguments. It returns the requests in the order in which the kernel makes them: a tensor is
+a result, a number is the bytes of a buffer, and a `Free` releases a buffer. With reduction="none" the result of a loss
+has dimensions, and fewer buffers are needed than for a mean or a sum.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def _loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
 
     If the result is a mean or a sum, it still takes the memory of one number per element. One buffer of the same size
     then holds the losses of all elements, and further buffers hold partial sums (native/Loss.cpp).
-    `made`: [the result on fake tensors].
+    `made`: [the result, a fake tensor].
     """
     (result,) = made
     return made if result.dim() else [result, result.untyped_storage().nbytes(), *_shares(gpu, tensor, target)]
@@ -43,17 +43,18 @@ def _summed_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
     The kernel writes the loss of each element into the result. If a mean or a sum is requested, a buffer of one number
     holds the mean or sum, and further buffers hold partial sums. The mean or sum is then copied into the result, which
     still takes the memory of one number per element (cuda/Loss.cu, native/Loss.cpp: soft_margin_loss).
-    `made`: [the result on fake tensors].
+    `made`: [the result, a fake tensor].
     """
     (result,) = made
     return made if result.dim() else [result, result.itemsize, *_shares(gpu, tensor, target)]
 
 
 def _huber_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
-    """Return the memory requests of `huber_loss`, in order; with reduction="none" there is only the result.
+    """Return the memory requests of `huber_loss`, in the order in which the kernel makes them.
 
-    For a mean or a sum, a buffer before the result holds the losses of all elements, and buffers after the result hold
-    partial sums (native/BinaryOps.cpp). `made`: [the result on fake tensors].
+    With reduction="none" there is only the result. For a mean or a sum, a buffer before the result holds the losses of
+    all elements, and buffers after the result hold partial sums (native/BinaryOps.cpp).
+    `made`: [the result, a fake tensor].
     """
     (result,) = made
     count = torch.broadcast_shapes(tensor.shape, target.shape).numel()
@@ -61,12 +62,13 @@ def _huber_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
 
 
 def _loss_of_logits(gpu: Gpu, made, tensor, target, weight=None, positive=None, *_, **__) -> list[Step]:
-    """Return the memory requests of `binary_cross_entropy_with_logits`, in order: bytes of buffers, and the result.
+    """Return the memory requests of `binary_cross_entropy_with_logits`, in the order in which the kernel makes them.
 
-    The first buffer holds the log-sigmoid. For weights of the positive class (`positive`), the next two hold factors
-    made from these weights, and are freed before the next request. If the result is a mean or a sum, a buffer before
-    the result holds the losses of all elements, and buffers after the result hold partial sums (native/Loss.cpp).
-    `made`: [the result on fake tensors].
+    The first buffer holds the log-sigmoid. If the positive class has weights (`positive`), the next two buffers hold
+    factors made from these weights, and are freed before the next request. If the result is a mean or a sum, the next
+    buffer holds the losses of all elements. Then comes the result. After a mean or a sum, the last buffers hold
+    partial sums (native/Loss.cpp).
+    `made`: [the result, a fake tensor].
     """
     (result,) = made
     weighted = [positive.nbytes, tensor.nbytes, Free(1), Free(1)] if positive is not None else []
@@ -79,7 +81,8 @@ def _ctc_loss(gpu: Gpu, made, scores, *_, **__) -> list[Step]:
     """Return the memory requests of `_ctc_loss`: first the bytes of three buffers, then the results.
 
     The buffers hold the inputs' and targets' lengths and the targets' offsets, copied from the host (cuda/LossCTC.cu).
-    `made`: the results on fake tensors, in the order in which the operator returns them; a GPU makes the last first.
+    `made`: the results, as fake tensors, in the order in which the operator returns them. A GPU allocates the results
+    in the reverse order.
     """
     return [*[WORD * scores.shape[1]] * 3, *made[::-1]]
 
@@ -87,12 +90,13 @@ def _ctc_loss(gpu: Gpu, made, scores, *_, **__) -> list[Step]:
 def _ctc_loss_backward(
     gpu: Gpu, made, gradient, scores, targets, inputs, lengths, loss, alignments, *_, **__
 ) -> list[Step]:
-    """Return the memory requests of `_ctc_loss_backward`, in order: bytes of four buffers, the result, further buffers.
+    """Return the memory requests of `_ctc_loss_backward`, in the order in which the kernel makes them.
 
-    Three buffers hold the lengths and offsets, as in `_ctc_loss`. The fourth holds the alignments' probabilities, which
-    the kernel computes from the last time step to the first. Only large inputs (by steps, batch and classes) need
-    buffers after the result: for them, the blanks' gradient is a separate `logsumexp` over every second state.
-    `made`: [the result on fake tensors]; `inputs`, `lengths`: lengths of the inputs, and of the targets.
+    The first three buffers hold the lengths and offsets, as in `_ctc_loss`. The fourth holds the alignments'
+    probabilities, which the kernel computes from the last time step to the first. Then comes the result. Only large
+    inputs (by steps, batch and classes) need buffers after the result: for them, the blanks' gradient is a separate
+    `logsumexp` over every second state.
+    `made`: [the result, a fake tensor]; `inputs`, `lengths`: lengths of the inputs, and of the targets.
     """
     steps, batch, classes = scores.shape
     held = [*[WORD * batch] * 3, alignments.nbytes, *made]

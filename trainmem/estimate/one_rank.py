@@ -171,8 +171,8 @@ def fsdp_enabled(send: Callable[[torch.Tensor], None]) -> Iterator[None]:
 class DeviceName(str):
     """Name the modelled GPU for DeepSpeed.
 
-    torch reads this text as "cpu". `DeviceTracker` recognizes the class `DeviceName`, and treats the text as the GPU. A
-    plain `str` "cpu" means the host.
+    The text is "cpu", so torch takes it for the CPU. `DeviceTracker` recognizes the class `DeviceName`, and treats the
+    text as the GPU. A plain `str` "cpu" means the host.
     """
 
 

@@ -247,9 +247,10 @@ def resized(operation: Operation, factors: dict[int, int]) -> Operation:
 def _resized(leaf: Any, factors: dict[int, int]) -> Any:
     """Return an operation's argument `leaf` with smaller lengths.
 
-    `factors`: {length: factor}; each of these lengths is divided by its factor, and other lengths stay. Lengths are the
-    dimensions of a tensor's `Spec`, and whole numbers. The order of a tensor's dimensions in memory stays. A sparse
-    tensor keeps the fraction of its elements that are stored. Other arguments are returned unchanged.
+    `factors`: {length: factor}; each of these lengths is divided by its factor, and other lengths stay. A length is a
+    dimension of a tensor's `Spec`, or an argument that is itself a whole number. The order of a tensor's dimensions in
+    memory stays. A sparse tensor keeps the fraction of its elements that are stored. Other arguments are returned
+    unchanged.
     """
     if type(leaf) is SparseSpec:
         shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
@@ -311,9 +312,9 @@ class _Tried:
     def expected_seconds(self) -> float:
         """Return the seconds that the operation should take at full size.
 
-        `warm` is a second run at the largest of the smaller sizes. Its seconds are multiplied by a ratio to the power
-        of `_GROWTH`: the bytes at full size divided by the bytes at this smaller size. Without `warm`, the result is
-        the bytes at full size divided by `_SLOW_BYTES_A_SECOND`.
+        The result is `seconds * (full / small) ** _GROWTH`. `seconds` is the time of `warm`, the second run at the
+        largest of the smaller sizes; `small` and `full` are the bytes at this smaller size and at full size. Without
+        `warm`, the result is `full` / `_SLOW_BYTES_A_SECOND`.
         """
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
@@ -345,7 +346,7 @@ def line(sizes: Sequence[int], hidden: Sequence[int], wanted: int) -> int | None
 
 
 class Runner:
-    """Run operations in one fork of this process, so that they cannot change or crash this process."""
+    """Run operations in one fork, so that they cannot change or crash this process; after a crash, use a new fork."""
 
     def __init__(self):
         self._pool: ProcessPoolExecutor | None = None

@@ -257,7 +257,7 @@ def _traced(
 
 @contextlib.contextmanager
 def _no_maps() -> Iterator[None]:
-    """Hide bitsandbytes' quantization maps for one trace, as in a fresh process: earlier traces sent them to a GPU."""
+    """Empty bitsandbytes' quantization maps in this context, as in a new process: earlier traces sent them to a GPU."""
     functions = sys.modules.get("bitsandbytes.functional")
     with patch.dict(functions.name2qmap, clear=True) if functions else contextlib.nullcontext():
         yield
@@ -337,7 +337,7 @@ def _drops_layers(fields: dict[str, Any]) -> bool:
 
 
 def _rank_assumptions(arguments: Arguments, on_cuda: bool) -> list[str]:
-    """Return the assumptions about one rank of several, one sentence each."""
+    """Return the assumptions made in tracing one of several ranks (DDP, FSDP2 or DeepSpeed), one sentence each."""
     if arguments.get("deepspeed"):
         return [_ZERO_NOTE]
     if arguments.get("fsdp"):
@@ -346,7 +346,7 @@ def _rank_assumptions(arguments: Arguments, on_cuda: bool) -> list[str]:
 
 
 def _rules_assumption(rules: Release) -> str:
-    """Return a sentence that names the torch release whose allocator rules the estimate follows, and these rules."""
+    """Return a sentence that names the modelled torch release and states its rules for free blocks and matmuls."""
     torch = f"torch {rules.torch}" if is_tested(rules) else untested_text(rules.torch)
     workspace = "cuBLAS' workspace" if rules.shares_workspace else "a workspace of its own, 1 MiB a thread"
     matmuls = f"cuBLASLt uses {workspace}" if rules.keeps_workspaces else "each matmul frees its workspace"

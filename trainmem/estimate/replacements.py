@@ -193,11 +193,11 @@ def few_micro_batches(tracker: "FakeTracker", alike: bool) -> contextlib.Abstrac
 
     Args:
         tracker: the tracker of the trace; its log gets the repeated entries.
-        alike: whether micro-batches of one shape make equal log entries, except the first of a step, which makes the
-            gradients. If so, the last micro-batch does not run either: the log entries of the second one are repeated
-            for it. In later steps no micro-batch runs: the log entries of the first step are repeated. If the
-            allocator's cache is emptied every n steps (`torch_empty_cache_steps`), the first n steps are traced, and
-            later steps repeat their log entries.
+        alike: whether micro-batches of one shape make equal log entries. The first micro-batch of a step is an
+            exception, because it also makes the gradients. If True, a step's last micro-batch does not run either: the
+            log entries of the second one are repeated for it. In later steps no micro-batch runs: the log entries of
+            the first step are repeated. If the allocator's cache is emptied every n steps (`torch_empty_cache_steps`),
+            the first n steps are traced, and later steps repeat their log entries.
     """
     from transformers import Trainer
 

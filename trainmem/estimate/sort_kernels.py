@@ -24,7 +24,7 @@ _SHARED_ROWS = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000)
 
 
 def _unique_at_once(gpu: Gpu) -> int:
-    """Return how many sorted elements a thread block searches for distinct ones: the `tile` for `scan_bytes`."""
+    """Return the `tile` for `scan_bytes` in a search for distinct values: the sorted elements per thread block."""
     return 4928 if gpu.capability >= (9, 0) else 1344 if gpu.capability == (8, 0) else 320
 
 
@@ -67,13 +67,14 @@ def _keys_bytes(gpu: Gpu, count: int, key: int) -> int:
 
 
 def _sort(gpu: Gpu, made, tensor, dim=-1, *_, **options) -> list[Step]:
-    """Return the memory requests of `sort`, in order: the results (`made`), then bytes and `Free`s of buffers.
+    """Return the memory requests of `sort` in the order in which the kernel makes them.
 
-    Rows of up to 4096 numbers take one buffer, for the positions 0, 1, 2 and so on of a row. Longer rows are sorted by
-    CUB, which takes buffers, too. A single row is sorted on its own, and so is each row of a million numbers or more.
-    Other rows, if there are 2 to 127, are sorted together: by the value of their numbers, and then by row. 128 or more
-    rows are sorted as segments of one array. If the numbers of a row do not lie next to each other, buffers hold copies
-    of the input and of the results (cuda/SortStable.cu, Sort.cpp).
+    The results on fake tensors (`made`) come first, then the buffers' bytes and `Free`s. Rows of up to 4096 numbers
+    take one buffer, for the positions 0, 1, 2 and so on of a row. Longer rows are sorted by CUB, which takes buffers,
+    too. A single row is sorted on its own, and so is each row of a million numbers or more. Other rows, if there are 2
+    to 127, are sorted together: by the value of their numbers, and then by row. 128 or more rows are sorted as segments
+    of one array. If the numbers of a row do not lie next to each other, buffers hold copies of the input and of the
+    results (cuda/SortStable.cu, Sort.cpp).
     """
     dim = options.get("dim", dim)
     size = tensor.shape[dim] if tensor.dim() else 1
@@ -95,11 +96,12 @@ def _sort(gpu: Gpu, made, tensor, dim=-1, *_, **options) -> list[Step]:
 
 
 def _topk(gpu: Gpu, made, tensor, k, dim=-1, largest=True, ordered=True, *_, **__) -> list[Step]:
-    """Return the memory requests of `topk`, in order: the results (`made`), then bytes and `Free`s of buffers.
+    """Return the memory requests of `topk` in the order in which the kernel makes them.
 
-    If the rows are long, several blocks of threads search each row by radix select, digit by digit. Buffers hold the
-    count of numbers for each value of a digit, and running sums of these counts. If a row has more than 4096 results,
-    buffers serve to sort them, as in `_sort` (cuda/TensorTopK.cu: mbtopk, TensorTopK.cpp).
+    The results on fake tensors (`made`) come first, then the buffers' bytes and `Free`s. If the rows are long, several
+    blocks of threads search each row by radix select, digit by digit. Buffers hold the count of numbers for each value
+    of a digit, and running sums of these counts. If a row has more than 4096 results, buffers serve to sort them, as in
+    `_sort` (cuda/TensorTopK.cu: mbtopk, TensorTopK.cpp).
     """
     size = tensor.shape[dim] if tensor.dim() else 1
     rows, buffers = tensor.numel() // max(size, 1), []
@@ -118,9 +120,10 @@ def _topk(gpu: Gpu, made, tensor, k, dim=-1, largest=True, ordered=True, *_, **_
 
 
 def _randperm(gpu: Gpu, made, *_, **__) -> list[Step]:
-    """Return the memory requests of `randperm`, in order: the result (`made`), then bytes and `Free`s of buffers.
+    """Return the memory requests of `randperm` in the order in which the kernel makes them.
 
-    The positions are sorted by random keys (cuda/Randperm.cu).
+    The result on fake tensors (`made`) comes first, then the buffers' bytes and `Free`s. The positions are
+    sorted by random keys (cuda/Randperm.cu).
     """
     count = made[0].numel()
     bits = math.ceil(math.log2(count - (6 * count**2 + 1) / (12 * math.log(0.9)))) if count else 0
@@ -130,12 +133,13 @@ def _randperm(gpu: Gpu, made, *_, **__) -> list[Step]:
 
 
 def _multinomial(gpu: Gpu, made, tensor, count, replacement=False, *_, **__) -> list[Step]:
-    """Return the memory requests of `multinomial`, in order: the result (`made`), then bytes and `Free`s of buffers.
+    """Return the memory requests of `multinomial` in the order in which the kernel makes them.
 
-    If several samples are drawn with replacement, there are two buffers of the probabilities' size. In all other cases
-    small buffers serve to check the probabilities, and the next buffer has a random number for each probability. If
-    several samples are drawn without replacement, a last buffer has one number for each sample
-    (native/Distributions.cpp, cuda/MultinomialKernel.cu).
+    The result on fake tensors (`made`) comes first, then the buffers' bytes and `Free`s. If several samples are drawn
+    with replacement, there are two buffers of the probabilities' size. In all other cases small buffers serve to check
+    the probabilities, and the next buffer has a random number for each probability. If several samples are drawn
+    without replacement, a last buffer has one number for each sample (native/Distributions.cpp,
+    cuda/MultinomialKernel.cu).
     """
     if replacement and count > 1:
         return [*made, tensor.nbytes, tensor.nbytes]
@@ -151,14 +155,14 @@ def _multinomial(gpu: Gpu, made, tensor, count, replacement=False, *_, **__) -> 
 def _embedding_backward(
     gpu: Gpu, made, gradient, indices, weights, padding, scale_by_frequency, *_, in_parts=False, **__
 ) -> list[Step]:
-    """Return the memory requests of `embedding_dense_backward`, in order.
+    """Return the memory requests of `embedding_dense_backward` in the order in which the kernel makes them.
 
-    A request is a tensor (the result, `made`), a number (the bytes of a buffer), or a `Free`, which releases a buffer.
-    Up to 3072 indices are not sorted, unless `scale_by_frequency` is True. Otherwise the indices are sorted in buffers
-    before the result is allocated, and the sorted gradients are added up in one of two ways. Usually up to 10
-    gradients of equal indices are added to one partial sum in fp32, and the partial sums of equal indices are added to
-    the row of the index. One buffer holds all partial sums. If the indices name few rows, and each row often, the
-    gradients are added to the rows directly, in an fp32 buffer if the result has 16 bits. `in_parts`: always use
+    A request is a tensor (`made`, the result on fake tensors), a number (the bytes of a buffer), or a `Free`, which
+    releases a buffer. Up to 3072 indices are not sorted, unless `scale_by_frequency` is True. Otherwise the indices are
+    sorted in buffers before the result is allocated, and the sorted gradients are added up in one of two ways. Usually
+    up to 10 gradients of equal indices are added to one partial sum in fp32, and the partial sums of equal indices are
+    added to the row of the index. One buffer holds all partial sums. If the indices name few rows, and each row often,
+    the gradients are added to the rows directly, in an fp32 buffer if the result has 16 bits. `in_parts`: always use
     partial sums.
     Source: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
     """
@@ -182,18 +186,18 @@ def _embedding_backward(
 
 
 def _embedding_bag_backward(gpu: Gpu, made, gradient, indices, *rest, **__) -> list[Step]:
-    """Return the memory requests of `_embedding_bag_backward`, in order.
+    """Return the memory requests of `_embedding_bag_backward` in the order in which the kernel makes them.
 
     If the bags were summed or averaged (mode 0 or 1), the requests are those of `_embedding_backward`, with indices
-    that are always sorted, and with partial sums. If each bag gave its maximum (mode 2), only the result (`made`)
-    is requested (cuda/EmbeddingBag.cu).
+    that are always sorted, and with partial sums. If each bag gave its maximum (mode 2), only the result on
+    fake tensors (`made`) is requested (cuda/EmbeddingBag.cu).
     """
     weights, mode = rest[4], rest[6]
     return made if mode == 2 else _embedding_backward(gpu, made, gradient, indices, weights, -1, True, in_parts=True)
 
 
 def _embedding_bag(gpu: Gpu, made, *_, **__) -> list[Step]:
-    """Return the memory requests of `_embedding_bag`: the results (`made`), in the order in which they are made.
+    """Return the memory requests of `_embedding_bag`: the results on fake tensors (`made`), in the kernel's order.
 
     The order is: sizes of the bags, bag of each index, sums, and positions of the maxima (cuda/EmbeddingBag.cu).
     """

@@ -2,6 +2,7 @@
 
 A sparse tensor has no storage of its own: its bytes are the bytes of its indices and values. Positions are assumed to
 be distinct, as in peft's SHiRA and FRoD, so that coalescing keeps all elements.
+In each rule `made` lists the operation's results on fake tensors. `attention_kernels` explains the requests (`Step`).
 """
 
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def _of_parts(made, _, __, ___, indices, values, **____) -> list[Step]:
 
 
 def _add(made, dense, other, *_, **__) -> list[Step]:
-    """Return the memory requests of dense + sparse, in order: the result (`made`), and bytes of buffers.
+    """Return the memory requests of dense + sparse, in order: the result (`made`), then bytes of buffers.
 
     If the common type of both tensors is not the dense tensor's, two buffers hold casts of the tensors. If the sparse
     tensor is not coalesced, one buffer holds an index per stored element (cuda/SparseCUDATensorMath.cu:
@@ -62,7 +63,7 @@ def _add(made, dense, other, *_, **__) -> list[Step]:
 
 
 def _coalesce(made, tensor) -> list[Step]:
-    """Return the memory requests of `coalesce`, in order: bytes of buffers, then the result's tensors (`made`).
+    """Return the memory requests of `coalesce`, in order: buffers and `Free`s, then the result's tensors (`made`).
 
     The kernel uses the buffers to sort a copy of the positions, and then to find the distinct positions
     (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda).
@@ -75,7 +76,7 @@ def _coalesce(made, tensor) -> list[Step]:
 
 
 def _mask(made, tensor, mask) -> list[Step]:
-    """Return the memory requests of `sparse_mask`, in order: bytes of buffers, then the result (`made`).
+    """Return the memory requests of `sparse_mask`, in order: buffers and any `Free`s, then the result (`made`).
 
     For a dense tensor the buffers hold a mask of ones, by which the tensor is multiplied. For a sparse tensor the
     buffers serve to find the mask's positions in the tensor (native/sparse/SparseTensor.cpp: sparse_mask,
@@ -88,7 +89,7 @@ def _mask(made, tensor, mask) -> list[Step]:
 
 
 def _transpose(made, tensor) -> list[Step]:
-    """Return the memory requests of a transposition, in order: the result's tensors (`made`), and bytes of a buffer.
+    """Return the memory requests of a transposition, in order: the result's tensors (`made`), then bytes of a buffer.
 
     The buffer serves to swap two rows of indices (native/sparse/SparseTensorMath.cpp: transpose).
     """

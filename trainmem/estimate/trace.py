@@ -75,7 +75,8 @@ class DependsOnValues(Invalid):
 def follow(experiment: Experiment, tracker: "FakeTracker") -> Trace:
     """Trace an experiment on fake tensors and return its trace.
 
-    The trace covers two or three optimizer steps, two forward passes in inference, or the user's function.
+    The trace covers the user's function, two forward passes in inference, or the optimizer steps of a training:
+    `steps_on_a_gpu` of the experiment on a GPU (usually three), otherwise `metered_steps` (usually two).
     `tracker`: logs the operations, and decides whether tensors are on a GPU.
 
     Raises:

@@ -53,7 +53,7 @@ class _Event:
         pass
 
     def record(self, *args) -> None:
-        """Do nothing, like `wait` and `synchronize`: no stream runs."""
+        """Do nothing, because no stream runs; this class's `wait` and `synchronize` are the same function."""
 
     wait = synchronize = record
 

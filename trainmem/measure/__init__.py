@@ -1,4 +1,4 @@
-"""Measure experiments in fresh subprocesses: the fork server, the memory and time meters, and `Runner` above them.
+"""Measure experiments in fresh subprocesses: the fork server, memory and time meters, and `Runner`, which uses them.
 
-Not covered: comparing runs and deciding claims by them (`perf_helpers`).
+Not covered: comparing runs, and deciding by their results whether the course's claims hold (`perf_helpers`).
 """

@@ -68,7 +68,7 @@ def perform(channel: int, assignment: Assignment) -> int:
 
 
 def _move_to(assignment: Assignment) -> None:
-    """Adopt the caller's working folder, environment, import path and threads."""
+    """Adopt the caller's working folder, environment, import path and number of threads."""
     os.chdir(assignment.working_folder)
     os.environ.clear()
     os.environ.update(assignment.environment | NO_DEVICE_BEFORE_FORKS)
@@ -102,9 +102,9 @@ def own_folder() -> str | None:
 
 
 def _ask_for_a_quiet_machine(channel: connection.Connection, need: quiet.Need) -> None:
-    """Send the caller the part of the machine that this process needs, and wait until the caller grants this part.
+    """Ask the caller to reserve the part of the machine that `need` names; wait until the caller grants this part.
 
-    With `Need.SHARE`, return at once, because the process may share the machine.
+    With `Need.SHARE`, send the message but do not wait, because the process may share the machine.
     """
     channel.send(("quiet", need))
     if need:

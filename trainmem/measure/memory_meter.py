@@ -94,7 +94,7 @@ class MemoryMeter:
     def result(self) -> Memory | None:
         """Return the memory in bytes; the breakdowns are None if the meter tracked no tensors, see `MemoryMeter`.
 
-        Return None if the code is compiled and none of its first `compiling_steps` steps has ended.
+        Return None for compiled code if no optimizer step has ended, or if `compiling_steps` is 0.
         """
         tracker = self._tracker
         if self._compiling_steps is not None and all(label != "start" for label, *_ in tracker.marks):
@@ -220,9 +220,9 @@ def profiled() -> Iterator[torch.profiler.profile]:
 
 
 def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, list[_Ran]]]:
-    """Return (the allocations and frees that the profiler saw, {name: the events with this name}).
+    """Return (allocations and frees that the profiler saw, {name: time spans of code inside `with Recorded(name)`}).
 
-    The events are those that `Recorded(name)` recorded. The first list, and each list of events, is sorted by time.
+    The first list, and the list of each name, is sorted by time.
     """
     changes, marked = [], collections.defaultdict(list)
     for event in profile.profiler.kineto_results.events():
@@ -238,9 +238,9 @@ def events(profile: torch.profiler.profile) -> tuple[list[_Change], dict[str, li
 
 
 def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
-    """Return (times in ns, totals in bytes) of allocations and frees.
+    """Return (time in ns of each allocation or free, total of allocated bytes after each).
 
-    The totals have one entry more than the times: the first total, 0, is the one before all changes.
+    The totals have one entry more than the times: they begin with 0, the total before all changes.
     """
     return [change.when for change in changes], [0, *itertools.accumulate(change.bytes for change in changes)]
 

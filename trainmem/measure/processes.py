@@ -149,8 +149,9 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
     """Wait until a process has ended or its time is over; return its outcome with what it printed.
 
-    If the process stops, as after its warm-up in a course, it continues as soon as it has the machine alone, and keeps
-    the machine until it ends. `on_step`: called with the number of a finished step; None: not called.
+    If the process stops, e.g. in a course after its warm-up (see `_once`), it continues as soon as the whole machine is
+    reserved for it. The machine stays reserved until the process ends. `on_step`: called with the number of a finished
+    step; None: not called.
     """
     with contextlib.ExitStack() as alone:
         while not (outcome := _until_stop(process, on_step)):
@@ -162,9 +163,9 @@ def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -
 def _until_stop(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | None:
     """Wait until a process stops, ends, or has no time left; return None if it stops, otherwise its outcome.
 
-    A process that requests a part of the machine meanwhile gets this part. If an experiment on several ranks runs out
-    of time, the outcome's message says in which line each rank was. After Ctrl-C, a note on the KeyboardInterrupt says
-    in which line each rank was.
+    If the process requests a part of the machine (a `quiet.Need`), this part is reserved for the process until the
+    process gives the part back, or this function returns. If an experiment on several ranks runs out of time, the
+    outcome's message says in which line each rank was. After Ctrl-C, a note on the KeyboardInterrupt says the same.
 
     `on_step`: called with the number of a finished step; None: not called.
     """
@@ -203,9 +204,10 @@ def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
 
 @contextlib.contextmanager
 def _quiet(need: quiet.Need) -> Iterator[None]:
-    """Wait for the part of the machine that `need` names, and keep this part from other lessons in this context.
+    """Wait until the part of the machine that `need` names is free, and reserve this part for the code in this context.
 
-    The time limit that `within` has set is extended by the seconds of waiting.
+    Other lessons of a course cannot use this part meanwhile. The time limit that `within` has set is extended by the
+    seconds of waiting.
     """
     start = time.monotonic()
     with quiet.experiment(need):
@@ -322,10 +324,11 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
 
 
 def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
-    """Return the outcome of an experiment, timed while others are stopped but keep their memory on the same device.
+    """Time an experiment in turns with other experiments, and return its outcome.
 
-    The experiment ends with status "out of memory" as soon as torch's allocator has to release cached memory, because
-    the experiment would then run more slowly than alone. `on_step`: called after each step with its number.
+    In its turns the other experiments are stopped, but keep their memory on the same device. The experiment ends with
+    status "out of memory" as soon as torch's allocator has to release cached memory, because the experiment would then
+    run more slowly than alone. `on_step`: called after each step with its number.
     """
 
     def stepped(number: int) -> None:

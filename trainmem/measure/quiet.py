@@ -115,7 +115,7 @@ def reserving() -> Iterator[None]:
 
 
 def computing_threads() -> int:
-    """Return the number of threads of this process that may compute: torch's, and other threads of Python."""
+    """Return how many threads of this process may compute: torch's, plus Python's except the main one and tqdm's."""
     import torch
     from tqdm import TMonitor  # the thread that redraws progress bars
 
@@ -125,7 +125,7 @@ def computing_threads() -> int:
 
 @contextlib.contextmanager
 def _on_reading(react: Callable[[str], object]) -> Iterator[None]:
-    """Call `react(name)` in this context before a notebook's function calls the clock `time.name` outside `timing`."""
+    """Call `react(name)` before a notebook's function calls `time.<name>` in this context, except inside `timing`."""
 
     def watched(name: str, clock: Callable[[], float]) -> Callable[[], float]:
         def read() -> float:
@@ -280,7 +280,7 @@ class _Lesson:
 
     @contextlib.contextmanager
     def experiment(self, need: Need, cores: int = 1) -> Iterator[None]:
-        """Wait until an experiment may run, and keep the part of the machine that it needs reserved in this context.
+        """Wait until an experiment may run; reserve its part of the machine until this context ends.
 
         Args:
             need: the part of the machine that the experiment needs for itself.

@@ -91,7 +91,7 @@ class Runner:
                 the peak, the second for the breakdown by category. "peak" is "memory" without the breakdown, in one
                 subprocess.
             processes: ranks, started by torch's elastic launcher (gloo on CPU, nccl on CUDA).
-            steps: optimizer steps to time; None: the number of steps in the runner's profile.
+            steps: optimizer steps to time; None: the default of the runner's profile, e.g. 3 with the profile "cpu".
             timeout: seconds per experiment; None: the runner's timeout.
             arguments: names of `transformers.TrainingArguments`, plus `attn_implementation` and `dtype`.
 

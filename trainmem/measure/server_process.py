@@ -39,7 +39,8 @@ def serve(descriptor: int, parent: int, preload: Iterable[str], with_bitsandbyte
     output and standard error of the fork, and any others for the request's function. The server answers with the
     fork's process id. When the caller sends another message, or closes the connection, the server ends the fork and
     all processes that the fork left behind. Then the server removes the folder `Request.folder`, and answers with the
-    fork's exit code. If the fork has ended by itself before, the exit code is also sent only then.
+    fork's exit code. If the fork ends by itself, the server still waits for the message or for the closing of the
+    connection, and then sends the exit code.
 
     Args:
         descriptor: file descriptor of the listening socket. The folder of the socket's file is removed at the end.
@@ -124,7 +125,7 @@ def end_children(but: Container[int] = ()) -> None:
     """End the children of this process except those whose ids are in `but`, and wait for them.
 
     The descendants of an ended child become children of this process (`forked.adopt_orphans`), and are ended as well.
-    A fork of the server that is still alive adopts its own orphaned descendants, so these are not ended.
+    The descendants of a living fork of the server are not ended: if their parent ends, the fork becomes their parent.
     """
     while left := [child for child in psutil.Process().children() if child.pid not in but]:
         for child in left:

@@ -2,8 +2,8 @@
 
 A storage gets its category in two places:
 
-1. `Tracker` sees each operation. When an operation allocates a storage, its category follows from the phase of the
-   training: `Tracker._category_at_allocation`.
+1. `Tracker` sees each operation. When an operation allocates a storage, the storage's category follows from the phase
+   of the training: `Tracker._category_at_allocation`.
 2. `TrainingHooks` finds out which phase begins or ends, and what storages are used for: weights at the first forward,
    gradients at the end of a backward, states at the end of an optimizer's step. Then it changes the category
    (`Tracker.tag`).
@@ -113,7 +113,7 @@ class Tracker(Watcher, TorchDispatchMode):
         return made is not None and made.category == Category.TEMPORARIES
 
     def block(self, tensor: torch.Tensor) -> Block | None:
-        """Return the `Block` of the tensor's storage (bytes, category, operation); None if it is not tracked."""
+        """Return the `Block` of the tensor's storage (bytes, category, operation); None for an untracked storage."""
         storage = self._storage(tensor)
         found = self._blocks.get(storage._cdata) if storage is not None else None
         return found[0] if found else None
@@ -216,7 +216,7 @@ class Tracker(Watcher, TorchDispatchMode):
         return Category.INPUTS if self.moment in (Phase.SETUP, Phase.BEFORE) else Category.TEMPORARIES
 
     def _storage(self, tensor: torch.Tensor):
-        """Return the tensor's storage, or None if it has none on the tracked device."""
+        """Return the tensor's storage; None if the tensor has no storage on the tracked device."""
         try:
             storage = local(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have no storage

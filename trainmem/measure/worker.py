@@ -111,7 +111,7 @@ def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Out
 def untimed(experiment: Experiment, measure: str = "time") -> Outcome:
     """Return an outcome whose times and losses are `Unknown`; the experiment does not run.
 
-    It has one unknown loss for each step of the training and, if `measure` is "time", for each warm-up step.
+    The outcome has one unknown loss for each step of the training and, if `measure` is "time", for each warm-up step.
     """
     unknown, arguments, losses = Unknown(NO_TIME), experiment.arguments, None
     if not experiment.function and experiment.training and arguments.get("num_train_epochs") is None:

@@ -47,9 +47,10 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = memory_of) -> Any:
-    """Return the result of a function that is called on the CPU.
+    """Call a function on the CPU instead of the rehearsed device, and return its result.
 
-    Each device tensor among the function's arguments is replaced by `values_of(tensor)`.
+    Each tensor among the function's arguments that has memory (see `is_plain`) is replaced by `values_of(tensor)`: by
+    default a CPU tensor that uses the same memory. An argument that is a device, e.g. "cuda:0", is replaced by the CPU.
     """
 
     def moved(value: Any) -> Any:
@@ -68,7 +69,7 @@ def on_cpu(function: Callable, args: tuple, kwargs: dict, values_of: Callable = 
 
 
 def compute(function: Callable, args: tuple, kwargs: dict, fresh: list[torch.Tensor]) -> bool:
-    """Compute an operation of the device on the CPU, and return whether that succeeded.
+    """Compute an operation of the rehearsed device on the CPU, and return whether the computation succeeded.
 
     The results are copied into `fresh`, the operation's result tensors.
     """

@@ -33,7 +33,7 @@ _REDUCE = {  # from the values of all ranks, stacked
 
 
 def install(mode: Values) -> None:
-    """Let the ranks exchange known values in the collectives of `torch.distributed` that `exchanges` lists."""
+    """Wrap collectives of `torch.distributed`, e.g. `all_gather`, so that they also exchange ranks' known values."""
     module, inside = distributed.distributed_c10d, threading.local()
 
     def exchanging(plain: Callable, exchange: Callable) -> Callable:
@@ -142,7 +142,7 @@ def _recv(mode: Values, tensor: Tensor, src=None, group=None, tag=0, group_src=N
 
 @contextlib.contextmanager
 def _send_and_receive(mode: Values, p2p_op_list: list) -> Iterator[None]:
-    """Do all sends of the batch before its receives: two ranks that began with a receive would wait for each other."""
+    """Do all sends of `p2p_op_list` before its receives: two ranks that receive first would wait for each other."""
     yield
     for is_sender in (True, False):
         for each in (each for each in p2p_op_list if (each.op.__name__ == "isend") == is_sender):
@@ -185,7 +185,7 @@ def _is_sent(tensor: Tensor, ranks: int = 1) -> bool:
 def _from_all(mode: Values, tensor: Tensor, sent: bytes, group) -> list[bytes]:
     """Send this rank's packed values, `sent`, to all ranks of a group, and return what each rank sent (see `_packed`).
 
-    `tensor`: has the type and size of each rank's tensor. If it is too large to be exchanged, return an empty list.
+    `tensor`: has the type and size of each rank's tensor. If this size is too large to be exchanged, return [].
     """
     group = group or distributed.group.WORLD
     everyone = [*range(group.size())]

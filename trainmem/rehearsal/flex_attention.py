@@ -56,9 +56,10 @@ def install(answers: Counter[str]) -> None:
 
 
 def _is_compiled() -> bool:
-    """Return whether a function that a program compiled is running.
+    """Return whether the program is running a function that it gave to torch.compile.
 
-    Flex attention itself compiles one function when it is called uncompiled. This function does not count.
+    A program that calls flex attention uncompiled makes torch compile a function of flex attention's own. That function
+    does not count.
     """
     frame, count = sys._getframe(1), 0
     while frame is not None:

@@ -107,7 +107,8 @@ class Values(TorchFunctionMode):
     def mark(self, known: bool | str, *tensors: torch.Tensor) -> None:
         """Note that all values of these tensors are known (True), assumed (`ASSUMED`) or unknown (False).
 
-        While a CUDA graph is captured, a device's tensors become unknown: each replay of the graph changes them.
+        While a CUDA graph is captured, tensors on a device are noted as unknown, whatever `known` is, because each
+        replay of the graph changes them.
         """
         for tensor in tensors:
             is_known = not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()) and known
@@ -162,7 +163,7 @@ class Values(TorchFunctionMode):
         self._embeddings.clear()
 
     def _call(self, function, types, args, kwargs):
-        """Call a function of torch, or find its result in another way; note which results are known."""
+        """Call a torch function, or find its result in e.g. `_read` or `_sized_by_values`; note which are known."""
         name = getattr(function, "__name__", "")
         if name == "__get__":
             return function(*args, **kwargs)
@@ -512,9 +513,9 @@ def is_small(tensor: torch.Tensor, made_by: str, given: Sequence[torch.Tensor] =
     """Return whether a tensor has few enough elements to be computed.
 
     The limit is `LARGEST` elements for whole numbers and booleans, and `LARGEST_FLOAT` for floats. A float tensor that
-    may be a mask as numbers has the limit `LARGEST`, too. There are two such cases: the function named `made_by` gives
-    all elements one value, e.g. `zeros`; or one of the tensors `given`, from which the float tensor is made, holds
-    whole numbers or booleans.
+    may be a mask (stored as floats) has the limit `LARGEST`, too. There are two such cases: the function named
+    `made_by` gives all elements one value, e.g. `zeros`; or one of the tensors `given`, from which the float tensor is
+    made, holds whole numbers or booleans.
     """
     is_mask = tensor.dtype in EXACT or made_by in _OF_ONE_VALUE or any(each.dtype in EXACT for each in given)
     return tensor.numel() <= (LARGEST if is_mask else LARGEST_FLOAT)

@@ -1,14 +1,16 @@
-"""Recognize, by a mark in the file, weights that a rehearsed program saved without values; import no torch."""
+"""Recognize by a mark in a file that a rehearsed program saved weights without values; torch is not imported."""
 
 import mmap
 import pickle
 import zipfile
 
-MARK = "rehearsed-without-values"  # a record that `unwritten_files` adds to what torch.save writes into a buffer
+# A record that `unwritten_files` adds if torch.save writes weights without values into a buffer. A pickled file has the
+# mark too, because pickle calls torch.save for each tensor. A file that torch.save writes by its path has no mark.
+MARK = "rehearsed-without-values"
 
 
 def has_mark(path: str) -> bool:
-    """Return whether a file has `MARK`: its weights have no values, and were saved into a buffer or pickled."""
+    """Return whether a file has `MARK`, the mark of weights without values; False if the file cannot be read."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as file:

@@ -1,4 +1,4 @@
-"""Turn errors of CUDA's libraries that do not run in a rehearsal into `NeedsLibrary`: their memory is not known."""
+"""Turn the error of a CUDA library that a rehearsal cannot run into `NeedsLibrary`: the library's memory is unknown."""
 
 from collections.abc import Callable
 from typing import Any

@@ -20,8 +20,9 @@ class OlderFiles:
     """Rename files from before the rehearsal that this process wants to overwrite or delete.
 
     `undo` has [present path, earlier path] of each renamed file or folder, in the order of the renamings. `opened` has
-    the paths of the files that the process opened to write bytes. `install` replaces Python's functions by methods of
-    this object; the argument `plain` of such a method is the function that the method replaces.
+    the paths of the files that the process opened to write bytes. `aside` has the present paths of the files and
+    folders that the process would have overwritten or deleted. `install` replaces Python's functions by methods of this
+    object; the argument `plain` of such a method is the function that the method replaces.
 
     Args:
         changed: called after each change of `undo`, with no arguments.
@@ -50,11 +51,11 @@ class OlderFiles:
         return False
 
     def is_aside(self, name: str) -> bool:
-        """Return whether `name`, or a folder above it, is in `aside`: new paths of what was overwritten or deleted."""
+        """Return whether the path `name`, or the path of a folder above `name`, is in `aside` (see `OlderFiles`)."""
         return any(name == each or name.startswith(each + os.sep) for each in self.aside)
 
     def set_aside(self, path: Any) -> None:
-        """Rename a file at `path` that is from before the rehearsal, so that the process can write a new file there."""
+        """Rename a file from before the rehearsal to an unused path, so that a new file can be written at `path`."""
         name = _absolute(path)
         if self.is_older(name) and os.path.isfile(name):
             self._rename(name)
@@ -106,7 +107,7 @@ class OlderFiles:
             self._rename(name) if self.is_older(name) else plain(path, dir_fd=dir_fd)
 
     def remove_folder(self, plain: Callable, path: Any, *, dir_fd: int | None = None) -> None:
-        """Delete an empty folder with `plain`; rename a folder instead if it has entries, all of them in `aside`."""
+        """Delete an empty folder with `plain`; if it has entries, all of them in `aside`, rename the folder instead."""
         name = _absolute(path, dir_fd)
         inside = {os.path.join(name, each) for each in os.listdir(name)} if os.path.isdir(name) else set()
         if not self.is_aside(name):

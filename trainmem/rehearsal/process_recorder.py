@@ -1,13 +1,14 @@
 """Record a rehearsed program from inside its processes: its memory by phase, and how it ends. Make its uploads fail.
 
-Each process that used a device, failed, or renamed a user's file writes a JSON file, at each change of phase and at its
-end. `program_report` reads the file, which has these fields:
+A process writes a JSON file if it used a device, failed, renamed a user's file, or saved weights without values. The
+file is rewritten at each change of phase, after such a file operation, and when the process ends. `program_report`
+reads the file, which has these fields:
 
     pid, rank, arguments     of the process
     devices, steps           number of devices that it uses; optimizer updates so far
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
     ended, error             whether the process came to its end; the error that ended it: {kind, message, line}
-    answers                  {kind, e.g. "positions chosen, the first": how often an answer of this kind was assumed}
+    answers                  {what the rehearsal assumed, e.g. "comparisons of tensors, false": how often}
     compiled                 names of the functions and modules that torch.compile would have compiled
     saved                    files of weights that the program wrote, and that have no values
     opened                   files that the program opened for writing
@@ -129,7 +130,7 @@ class Recorder:
         self.turn(BETWEEN)
 
     def noting(self, function: Callable) -> Callable:
-        """Wrap `function`, an argument of torch.compile; a call of the wrapper adds the function's name to `compiled`.
+        """Wrap a function given to torch.compile; a call of the wrapper adds the function's name to `self.compiled`.
 
         The name is not added earlier, because libraries compile functions when they are imported, and few programs call
         these functions.
@@ -153,7 +154,7 @@ class Recorder:
             self.write()
 
     def write(self) -> None:
-        """Write this process's JSON file if the process used a device, failed, or `files` has new entries."""
+        """Write this process's JSON file, but only if one of the reasons in the module's docstring applies."""
         error = getattr(sys, "last_value", None) if self.ended else None
         if not self.phases and error is None and self.files.count() == self.inherited:
             return
@@ -284,7 +285,7 @@ def _replace(owner: Any, name: str, replacement: Callable) -> None:
 
 
 def _refuse_uploads() -> None:
-    """Make requests that change something on another machine raise `Uploads`; its message says what to leave out."""
+    """Make HTTP requests that change another machine raise `Uploads`, whose message says to leave uploads out."""
     for module, kinds in {"requests": ["Session"], "httpx": ["Client", "AsyncClient"]}.items():
         if importlib.util.find_spec(module):
             for kind in kinds:

@@ -11,9 +11,9 @@ FUNCTIONS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn_flatten_weight"}
 def without_cudnn(function: Callable, answers: Counter[str]) -> Callable:
     """Return a function that does the same as `function`, one of `FUNCTIONS`, but without cuDNN.
 
-    If `function` is a layer, this call also adds 1 to the entry for recurrent layers in `answers`, the counter of what
-    a rehearsal assumed. All `FUNCTIONS` are layers except `_cudnn_rnn_flatten_weight`, which moves a layer's weights
-    into one block of memory.
+    If `function` is a layer, `without_cudnn` also adds 1 to the entry for recurrent layers in `answers`, the counter of
+    what a rehearsal assumed. The returned function adds nothing. All `FUNCTIONS` are layers except
+    `_cudnn_rnn_flatten_weight`, which moves a layer's weights into one block of memory.
     """
     if function is torch._cudnn_rnn_flatten_weight:
         return _flattened

@@ -63,8 +63,8 @@ def rehearse(
         arguments: training arguments, as in `Runner.train`; only if `what` is a task.
 
     Returns:
-        A run with the allocated and reserved bytes and the breakdown, but without times. If the training does not fit,
-        its `status` is "out of memory" and its `message` is torch's.
+        A run with the allocated and reserved bytes and the breakdown of the peak by category, but without times. If
+        the training does not fit, the run's `status` is "out of memory" and its `message` is torch's.
 
     Raises:
         ValueError: an unknown argument, or a value out of range.
@@ -299,7 +299,8 @@ def serve(descriptor: int) -> None:
 def _end_with(descriptor: int) -> None:
     """Wait until a connection's other end closes; then remove the rehearsal's folder, and end this process at once.
 
-    `descriptor`: file descriptor of this process's end of the connection. The folder is that of REHEARSAL_LEDGER.
+    `descriptor`: file descriptor of this process's end of the connection. The rehearsal's folder is the one
+    with the file whose path is in the environment variable REHEARSAL_LEDGER.
     """
     poll = select.poll()
     poll.register(descriptor, 0)  # with no events requested, poll still reports the hang-up

@@ -45,7 +45,7 @@ class Files:
         self.has_file = True  # whether it is saved by its path
 
     def count(self) -> int:
-        """Return how many files this process, or a parent before the fork, has renamed or written without values."""
+        """Return how many files this process, or a parent before it forked, has renamed or written without values."""
         return len(self.older.undo) + len(self.saved)
 
     def note(self, path: Any) -> None:
@@ -98,7 +98,7 @@ class _Records:
 
 
 def install(files: Files, values) -> None:
-    """Make torch.save and safetensors write holes (zeros) for values unknown to `values` (`Values`); update `files`."""
+    """Make torch.save and safetensors write holes (zeros) for values unknown to `Values`; note the files in `files`."""
     write, save, copy = torch.serialization._save, torch.save, torch.UntypedStorage.cpu
 
     @functools.wraps(write)
