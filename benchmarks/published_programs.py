@@ -5,7 +5,7 @@
 
 The programs train models of full size, from checkpoints without values (`empty_checkpoints.py`). They are fetched as in
 measure_programs.py and run unmodified, but for the two changes of `run_litgpt.py`. Two numbers are reduced: optimizer
-updates to two or three, and, with litgpt, micro-batches per update to at most two.
+updates to at most three, and, with litgpt, micro-batches per update to at most two.
 """
 
 import argparse
@@ -97,9 +97,7 @@ def page() -> str:
             if figure == "finished":
                 figure = f"{here[published['quantity']]:.2f}"
             off = f"{here['error']:+.1%}" if "error" in here else ""
-            rows.append(
-                [row["name"], str(row["published"]), figure, off, reasons[row["because"]] if "because" in row else ""]
-            )
+            rows.append([row["name"], str(row["published"]), figure, off, row.get("because", "").replace("_", " ")])
         unit = "GiB" if published["unit"] == 2**30 else "GB"
         about = f"{published['place']} at {published['commit']}, {published['date']}; {published['versions']}."
         head = ["training", f"{published['gpu']}, published, {unit}", f"rehearsed, {unit}", "difference", "why"]
