@@ -166,9 +166,9 @@ class Unknown(_InFormulas, _WithoutValue, float):
 class Assumed(_InFormulas, float):
     """Stand for a number whose value a rehearsal does not know: libraries and files get 1, a print shows "assumed".
 
-    Arithmetic gives an assumed number again. A comparison with a finite number or NaN is false; in a check, the
-    comparison has the truth value that passes the check, see `passing_answer`. In a comparison with infinity, this
-    number counts as 1: many programs start their search for the best loss at `float("inf")`.
+    Arithmetic gives an assumed number again. A comparison with a finite number or NaN is false, except in a check (an
+    `assert`, or an `if` that raises): there it has the truth value that passes the check, see `passing_answer`. In a
+    comparison with infinity, this number counts as 1: many programs start a search for the best loss at `float("inf")`.
 
     Args:
         answers: a Counter {kind of assumption: how often}, e.g. `Values.answers` of a rehearsal; None: a new Counter.

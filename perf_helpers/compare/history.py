@@ -80,7 +80,7 @@ class History:
 
     @property
     def noisy(self) -> list[Line]:
-        """Return the line of each noisy quantity (step times, values with an interval), the largest `shift` first."""
+        """Return a `Line` per noisy quantity (step time, value with an interval), the largest `Line.shift` first."""
         return sorted((line for line in self.lines if line.median is not None), key=lambda x: x.shift, reverse=True)
 
     @property

@@ -62,7 +62,7 @@ class Decision:
 
     @property
     def expected(self) -> tuple[Verdict, ...]:
-        """Return the ledger's expected verdicts for this machine `kind` and `profile`; () if a prediction is used."""
+        """Return the verdicts that the ledger expects here; () if the claim's value must agree with a prediction."""
         return self.claim.expected_on(self.kind, self.profile)
 
     @property

@@ -11,7 +11,7 @@ _STEP = 8  # tokens: lengths are tried in multiples of it
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Hold a change to the recipe with the least memory: what to change, the bytes then needed, and whether they fit.
+    """Hold one change of the recipe that needs the least memory, the bytes needed after the change, and if they fit.
 
     If no sequence length makes the recipe fit, `needed_bytes` is for the shortest length. If sharding can never make it
     fit, `needed_bytes` are the bytes that cannot be divided among devices. In both cases `text` says so.

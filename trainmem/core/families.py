@@ -321,7 +321,10 @@ class Data:
         return min(100, self._vocabulary() // 4)  # above the special tokens
 
     def _ids(self, draw, learnable: bool):
-        """Return random token ids, (examples, length), without image tokens; at most 32 distinct ids if `learnable`."""
+        """Return token ids of shape (examples, length), without image tokens.
+
+        `draw`: the random generator (numpy) that draws the ids. `learnable`: draw from at most 32 distinct ids.
+        """
         first = self._first()
         last = first + 32 if learnable else self._vocabulary()
         ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))

@@ -188,10 +188,10 @@ class Task(Record):
         return self.objective or of_preset
 
     def _own_fields(self) -> dict[str, Any]:
-        """Return `config` with its `torch_dtype` renamed to `dtype`, and one label if the objective is "preference".
+        """Return `config` with `torch_dtype` renamed to `dtype`, and `num_labels` 1 for the objective "preference".
 
-        `torch_dtype` is the older name of the weights' type. Under this name, the type in `config` would not replace
-        the `dtype` of a configuration file. If `config` sets `dtype` or `num_labels`, that value is kept.
+        `torch_dtype` is the older name of the weights' type; it would not replace the `dtype` of a configuration file.
+        If `config` sets `dtype` or `num_labels`, that value is kept.
         """
         own = dict(self.config)
         if self.loss_objective == "preference":

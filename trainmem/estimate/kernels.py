@@ -386,7 +386,7 @@ class Kernels:
         """Return the memory requests of `native_group_norm`, in order: the results (`made`), then bytes of buffers.
 
         If the operator returns mean and deviation in 16 bits, two buffers hold them in fp32. If there are weights, two
-        more hold a factor and a shift for each sample and channel (cuda/group_norm_kernel.cu).
+        more hold a factor and a shift for each of `size` samples and `channels` (cuda/group_norm_kernel.cu).
         """
         wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]

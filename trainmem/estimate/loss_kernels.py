@@ -31,7 +31,7 @@ def _loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
 
     If the result is a mean or a sum, it still takes the memory of one number per element. One buffer of the same size
     then holds the losses of all elements, and further buffers hold partial sums (native/Loss.cpp).
-    `made`: [the result, a fake tensor].
+    `made`: a list of one fake tensor, the result.
     """
     (result,) = made
     return made if result.dim() else [result, result.untyped_storage().nbytes(), *_shares(gpu, tensor, target)]
@@ -43,7 +43,7 @@ def _summed_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
     The kernel writes the loss of each element into the result. If a mean or a sum is requested, a buffer of one number
     holds the mean or sum, and further buffers hold partial sums. The mean or sum is then copied into the result, which
     still takes the memory of one number per element (cuda/Loss.cu, native/Loss.cpp: soft_margin_loss).
-    `made`: [the result, a fake tensor].
+    `made`: a list of one fake tensor, the result.
     """
     (result,) = made
     return made if result.dim() else [result, result.itemsize, *_shares(gpu, tensor, target)]
@@ -54,7 +54,7 @@ def _huber_loss(gpu: Gpu, made, tensor, target, *_, **__) -> list[Step]:
 
     With reduction="none" there is only the result. For a mean or a sum, a buffer before the result holds the losses of
     all elements, and buffers after the result hold partial sums (native/BinaryOps.cpp).
-    `made`: [the result, a fake tensor].
+    `made`: a list of one fake tensor, the result.
     """
     (result,) = made
     count = torch.broadcast_shapes(tensor.shape, target.shape).numel()
@@ -68,7 +68,7 @@ def _loss_of_logits(gpu: Gpu, made, tensor, target, weight=None, positive=None, 
     factors made from these weights, and are freed before the next request. If the result is a mean or a sum, the next
     buffer holds the losses of all elements. Then comes the result. After a mean or a sum, the last buffers hold
     partial sums (native/Loss.cpp).
-    `made`: [the result, a fake tensor].
+    `made`: a list of one fake tensor, the result.
     """
     (result,) = made
     weighted = [positive.nbytes, tensor.nbytes, Free(1), Free(1)] if positive is not None else []
@@ -96,7 +96,7 @@ def _ctc_loss_backward(
     probabilities, which the kernel computes from the last time step to the first. Then comes the result. Only large
     inputs (by steps, batch and classes) need buffers after the result: for them, the blanks' gradient is a separate
     `logsumexp` over every second state.
-    `made`: [the result, a fake tensor]; `inputs`, `lengths`: lengths of the inputs, and of the targets.
+    `made`: a list of one fake tensor, the result; `inputs`, `lengths`: lengths of the inputs, and of the targets.
     """
     steps, batch, classes = scores.shape
     held = [*[WORD * batch] * 3, alignments.nbytes, *made]

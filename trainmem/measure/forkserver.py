@@ -104,7 +104,7 @@ class ForkServer:
             return server, *requested(server.address, request, descriptors)
 
     def forks(self) -> list[int]:
-        """Return the process ids of the present server's fresh subprocesses whose `CleanProcess` is not closed yet."""
+        """Return the process ids of the fresh subprocesses of `running`, the server that forks now, until closed."""
         return [*self.running.forks] if self.running else []
 
     def end_forks(self) -> None:

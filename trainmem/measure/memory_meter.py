@@ -94,7 +94,7 @@ class MemoryMeter:
     def result(self) -> Memory | None:
         """Return the memory in bytes; the breakdowns are None if the meter tracked no tensors, see `MemoryMeter`.
 
-        Return None for compiled code if no optimizer step has ended, or if `compiling_steps` is 0.
+        For compiled code, return None in two cases: no optimizer step has ended, or `compiling_steps` is 0.
         """
         tracker = self._tracker
         if self._compiling_steps is not None and all(label != "start" for label, *_ in tracker.marks):

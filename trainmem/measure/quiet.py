@@ -125,7 +125,7 @@ def computing_threads() -> int:
 
 @contextlib.contextmanager
 def _on_reading(react: Callable[[str], object]) -> Iterator[None]:
-    """Call `react(name)` before a notebook's function calls `time.<name>` in this context, except inside `timing`."""
+    """Call `react(name)` in this context before a notebook's code reads the clock `time.<name>` outside of `timing`."""
 
     def watched(name: str, clock: Callable[[], float]) -> Callable[[], float]:
         def read() -> float:

@@ -313,7 +313,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def watched(tracker: Watcher) -> Iterator[Parameters]:
-    """Let a watcher observe the training inside this context; yield the model's parameters.
+    """Let a watcher observe the training inside this context; yield a `Parameters` object that the training fills.
 
     `tracker`: the watcher; if it is a `Tracker`, it is also entered as a dispatch mode, to see each operation.
 

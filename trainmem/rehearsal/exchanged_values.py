@@ -142,7 +142,10 @@ def _recv(mode: Values, tensor: Tensor, src=None, group=None, tag=0, group_src=N
 
 @contextlib.contextmanager
 def _send_and_receive(mode: Values, p2p_op_list: list) -> Iterator[None]:
-    """Do all sends of `p2p_op_list` before its receives: two ranks that receive first would wait for each other."""
+    """When this context ends, do all sends of `p2p_op_list`, then its receives.
+
+    Two ranks that receive first would wait for each other. `mode`: this process's `Values`.
+    """
     yield
     for is_sender in (True, False):
         for each in (each for each in p2p_op_list if (each.op.__name__ == "isend") == is_sender):

@@ -163,7 +163,7 @@ class Values(TorchFunctionMode):
         self._embeddings.clear()
 
     def _call(self, function, types, args, kwargs):
-        """Call a torch function, or find its result in e.g. `_read` or `_sized_by_values`; note which are known."""
+        """Return a torch function's result, from torch or e.g. from `_read`; note which tensors have known values."""
         name = getattr(function, "__name__", "")
         if name == "__get__":
             return function(*args, **kwargs)

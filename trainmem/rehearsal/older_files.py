@@ -19,9 +19,9 @@ from typing import Any
 class OlderFiles:
     """Rename files from before the rehearsal that this process wants to overwrite or delete.
 
-    `undo` has [present path, earlier path] of each renamed file or folder, in the order of the renamings. `opened` has
-    the paths of the files that the process opened to write bytes. `aside` has the present paths of the files and
-    folders that the process would have overwritten or deleted. `install` replaces Python's functions by methods of this
+    `undo` has [present path, earlier path] of each renaming, in order: by this object, or by the program itself.
+    `opened` has the paths of the files that the process opened to write bytes. `aside` has the present paths of the
+    files and folders that this object renamed or copied. `install` replaces Python's functions by methods of this
     object; the argument `plain` of such a method is the function that the method replaces.
 
     Args:
