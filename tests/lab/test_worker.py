@@ -50,7 +50,7 @@ def test_a_rank_that_hangs_ends_with_the_timeout(lab, tmp_path):
         (tmp_path / str(os.getpid())).touch()
         time.sleep(600)
 
-    run = lab.run(hang, measure=("none",), processes=2, timeout=6)
+    run = lab.run(hang, measure=("none",), processes=2, timeout=15)
     assert run.status == "timed out"
     pids = [int(file.name) for file in tmp_path.iterdir()]
     assert len(pids) == 2
