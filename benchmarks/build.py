@@ -29,6 +29,7 @@ import matrix_page
 import measure_programs
 import published_lora
 import published_programs
+import recipes
 from runner import RESULTS, read_record, write_record
 from tables import MIB, mebibytes, share, spread, table, verdict, versions
 
@@ -123,7 +124,7 @@ def picture(data: dict) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    runs = [run for run in _ten(data).values() if run.memory and run.memory.breakdown and run.name != "yours"]
+    runs = [run for run in _ten(data).values() if run.memory and run.memory.breakdown]
     if runs:
         axes = plots.memory(runs, title="Peak memory of the guides' ten recipes")
         axes.figure.supxlabel(caption(data), fontsize=9, x=0.01, ha="left")
@@ -342,7 +343,7 @@ def product_rates(measured: dict[str, dict]) -> str:
 def _ten(data: dict) -> dict[str, Run]:
     """Return {name: run} of the guides' ten recipes in a recorded course run; `data` is its results.json."""
     runs = [Run.from_dict(run) for run in data["runs"] if run["lesson"].startswith(SUMMARY_LESSON)]
-    return {run.name: run for run in runs}
+    return {run.name: run for run in runs if run.name in recipes.ROWS}
 
 
 def _sizes(runs: dict[str, Run], rehearsed: dict) -> str:

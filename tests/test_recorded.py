@@ -188,6 +188,11 @@ def test_every_reference_run_has_its_picture_on_the_page_and_its_column(build):
         assert (RESULTS / picture).exists() and f"on {name}]({picture})" in page
 
 
+def test_its_picture_and_column_show_the_guides_ten_recipes_and_no_other_run(build):
+    for data in results.recorded(RESULTS).values():
+        assert [*build._ten(data)] == [*build.recipes.ROWS]
+
+
 def test_what_the_time_meter_costs_is_reported_as_it_was_recorded():
     recorded = json.loads((RESULTS / "overhead.json").read_text())
     reported = (ROOT / "docs" / "trust.md").read_text()
