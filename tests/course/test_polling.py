@@ -49,7 +49,7 @@ async def received(channel_class, timeout):
 
 def test_a_reply_that_came_while_sending_is_heard_a_second_later():
     kind, seconds = asyncio.run(received(Channel, timeout=None))
-    assert kind == "execute_reply" and seconds < 10 * POLL_SECONDS  # Jupyter's own channel would wait forever
+    assert kind == "execute_reply" and seconds < 3 * POLL_SECONDS
 
 
 @pytest.mark.nightly
@@ -71,7 +71,7 @@ def test_it_waits_as_long_as_requested(timeout):
     since = time.monotonic()
     with pytest.raises(Empty):
         asyncio.run(wait())
-    assert timeout - 0.05 <= time.monotonic() - since < timeout + 5
+    assert timeout - 0.05 <= time.monotonic() - since < timeout + 1
 
 
 def test_it_is_the_channel_of_the_client_that_papermill_takes():
