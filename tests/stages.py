@@ -30,10 +30,13 @@ DAILY = {
     "units": (4, [*PYTEST, *TWO, LESSONS, "-m", "not (browser or site or nightly or timed)"]),
     "lessons": (6, [*PYTEST, "tests/test_lessons.py", "-m", "not nightly"]),
 }
+# Hundreds of long tests beside each other: one that fails is run once more, and named as "RERUN" if it then passes. The
+# daily tier has no such second run.
+AGAIN = [*PYTEST, "--reruns", "1", "-raR"]
 NIGHTLY = {
-    "lessons": (14, [*PYTEST, "-m", "nightly and timed"]),
-    "browser": (15, [*PYTEST, "-n", "2", "--dist", "loadgroup", "-m", "browser or site"]),
-    "units": (28, [*PYTEST, *TWO, "-m", "nightly and not (browser or site or timed)"]),
+    "lessons": (14, [*AGAIN, "-m", "nightly and timed"]),
+    "browser": (15, [*AGAIN, "-n", "2", "--dist", "loadgroup", "-m", "browser or site"]),
+    "units": (28, [*AGAIN, *TWO, "-m", "nightly and not (browser or site or timed)"]),
     "levels": (6, ["make", "levels", VENV, "ARGS=--lowest"]),
     "rehearse": (8, ["make", "rehearsed", VENV]),
 }

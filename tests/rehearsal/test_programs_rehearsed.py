@@ -375,8 +375,8 @@ def test_only_what_a_program_would_have_compiled_is_named(program):
     assert {*run.processes[0]["compiled"]} == {"used", "Linear", "Tanh"} and "global hooks" not in printed.err
 
 
-# The garbage collector is off: torch traces its uncompiled attention, and frees some traced scalars (512 bytes each) only
-# when the collector runs, which is at another moment in about one run of forty.
+# The garbage collector is off: torch traces its uncompiled attention, and frees some scalars of it (512 bytes each)
+# only when the collector runs, in some runs at another moment.
 FLEX = """
 import gc, torch
 gc.disable()
