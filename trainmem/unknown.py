@@ -90,13 +90,10 @@ def _branch(code: CodeType, place: int) -> bool | str | None:
 
 
 class _WithoutValue:
-    """Raise an error from each operation that needs a value: comparisons, `bool`, conversions to whole numbers.
-
-    Subclasses set `error`, the class of the exception, and `why`, its message.
-    """
+    """Raise an error from each operation that needs a value: comparisons, `bool`, conversions to whole numbers."""
 
     __slots__ = ()
-    why: str
+    why: str  # the message of `error`; subclasses set both
     error: type[RuntimeError]
 
     def _refuse(self, *_) -> NoReturn:
@@ -188,19 +185,14 @@ class Assumed(_InFormulas, float):
         return type(self), ()
 
     def _compared(name: str) -> Callable:
-        """Make the comparison method `name`, e.g. "__lt__", of an assumed number.
-
-        With an infinity the assumed number is compared as 1. With any other number the result is False, or in a
-        check the truth value that passes the check (see `passing_answer`); only a comparison with such a number is
-        counted in `answers`. With an object that is no number the result is NotImplemented.
-        """
+        """Return the comparison method `name`, e.g. "__lt__", of an assumed number."""
 
         def compare(self, other) -> bool:
             if isinstance(other, float) and math.isinf(other):
                 return getattr(float, name)(1.0, other)
             if not isinstance(other, Number):
                 return NotImplemented
-            passing = passing_answer(sys._getframe(1))
+            passing = passing_answer(sys._getframe(1))  # None outside of a check: the comparison is false
             self.answers["comparisons of an assumed number, false" if passing is None else CHECKS] += 1
             return bool(passing)
 

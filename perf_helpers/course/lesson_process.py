@@ -75,6 +75,7 @@ def run_lesson(
     for suffix in (".ipynb", ".json", ".html"):
         (out / f"{source.stem}{suffix}").unlink(missing_ok=True)
     try:
+        # papermill ignores a parameter that the notebook does not assign, and exits 0.
         missing = PARAMETERS - _parameters(nbformat.read(source, as_version=4))
     except Exception as error:  # nbformat raises its own, json's and attribute errors for a file that is no notebook
         return Judgement("failed", f"{source} is not a notebook: {error}", {})
@@ -93,7 +94,7 @@ def run_lesson(
 def code_of(source: Path) -> str | None:
     """Return a short digest of a lesson's code, or None if the file is not a notebook.
 
-    If the digests of two course runs differ, the lesson's code has changed; its values may not be comparable.
+    If the digests of two course runs differ, the lesson's code has changed; the lesson's values may not be comparable.
     """
     try:
         cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
@@ -144,10 +145,7 @@ def widget_errors(notebook: dict[str, Any]) -> list[str]:
 
 
 def _parameters(notebook) -> set[str]:
-    """Return the names that the cell tagged "parameters" assigns; empty unless there is exactly one such cell.
-
-    The caller needs these names because papermill ignores a parameter that the notebook does not assign, and exits 0.
-    """
+    """Return the names that the notebook's only cell tagged "parameters" assigns; empty if there is not exactly one."""
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     try:
         nodes = ast.walk(ast.parse(cells[0].source)) if len(cells) == 1 else ()
@@ -157,16 +155,13 @@ def _parameters(notebook) -> set[str]:
 
 
 class _Watch:
-    """Print a line when a lesson's cell has run for `LONG_SECONDS`, and another each time its running time has doubled.
-
-    Call the object every few seconds. It finds the running cell in the notebook that papermill writes as a cell begins.
-    """
+    """Print a line when a cell has run for `LONG_SECONDS`, and again each time its running time has doubled."""
 
     def __init__(self, target: Path):
         self._target, self._cell, self._since, self._next = target, None, 0.0, LONG_SECONDS
 
     def __call__(self) -> None:
-        try:
+        try:  # papermill writes the notebook each time a cell begins
             cell = _running(json.loads(self._target.read_text(encoding="utf-8"))["cells"])
         except (OSError, ValueError, LookupError):  # missing, or partly written
             return
@@ -191,10 +186,9 @@ def _execute(
     environment: Mapping[str, str],
     stopped: threading.Event,
 ) -> int | None:
-    """Run papermill for at most `timeout` seconds, then end every process that it started.
+    """Run papermill for at most `timeout` seconds, then end all its processes; return its exit code, None if killed.
 
-    Return its exit code; None if it was killed. `command`: papermill's arguments; `log`: file for the output; `watch`:
-    called every few seconds; `environment`: variables in addition to this process's; `stopped`: ends the run once set.
+    `command`: papermill's arguments; `environment`: variables besides this process's; `stopped`: once set, end the run.
     """
     marker = f"{os.getpid()}-{secrets.token_hex(8)}"
     code = None
@@ -241,10 +235,7 @@ def _end(marker: str, grace_seconds: float) -> None:
 
 
 def _record(name: str, path: Path) -> tuple[dict[str, Any], str]:
-    """Return (the JSON that a lesson wrote, a text that says what is wrong with this JSON or "").
-
-    The JSON is {} if it cannot be used. `name`: the lesson's name; `path`: the JSON file.
-    """
+    """Return (the JSON of lesson `name` in `path`, {} if unusable; a text on what is wrong with the JSON, or "")."""
     try:
         # A NaN stays the text "NaN": it is a diverged loss, not an unknown value.
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)

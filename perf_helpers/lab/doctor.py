@@ -220,10 +220,7 @@ def _about_packages(installed: dict[str, str | None]) -> Iterator[Finding]:
 
 
 def _about_torch(version: str, oldest: list[str]) -> Finding:
-    """Return a finding that says whether this project was tested with this torch version.
-
-    `oldest`: a list with the oldest torch version that the project's dependencies admit; [] if it is not known.
-    """
+    """Return a finding on whether torch `version` is tested; `oldest` lists the oldest admitted version, if known."""
     tested = f"{' '.join([*oldest, 'to']) if oldest else 'up to'} {NEWEST_TORCH}"
     other = "To estimate CUDA memory of another release: `perf-helpers estimate --torch RELEASE`."
     if not is_untested_torch(version):

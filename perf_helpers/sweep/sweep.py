@@ -192,14 +192,9 @@ def _outcomes(lab: Lab, plan: Plan, experiments: dict[int, Experiment]) -> Itera
 
 
 def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run]:
-    """Return {number of a row of the plan: its stored run} for the rows that need not run again.
-
-    A stored run counts if the same training succeeded on a machine that is available now, with that machine's present
-    package versions. A run with the row's name is preferred, then the latest run. If this run lacks a requested
-    measurement, the row must run again. `experiments`: the experiment of each row.
-    """
+    """Return {index in `experiments`: stored run} for the rows of the plan that need not run again."""
     places_here = getattr(lab.executor, "seen", lambda: [(lab.machine, lab.versions)])()
-    current = {(machine.name, _decisive_versions(versions)) for machine, versions in places_here}
+    current = {(machine.name, _decisive_versions(versions)) for machine, versions in places_here}  # available now
     stored: dict[str, dict[str, Run]] = {}  # {experiment: {name: run}}, the latest run last
     for run in lab.store.read():
         if run.ok and (run.machine.get("name"), _decisive_versions(run.versions)) in current:
@@ -210,7 +205,7 @@ def _known(lab: Lab, plan: Plan, experiments: list[Experiment]) -> dict[int, Run
     for number, experiment in enumerate(experiments):
         of_row = {"task": experiment.task.to_dict(), "arguments": dict(experiment.arguments.given)}
         runs = stored.get(Run(experiment.name, "asked for", processes=experiment.processes, **of_row).experiment, {})
-        run = runs.get(experiment.name) or next(reversed(runs.values()), None)
+        run = runs.get(experiment.name) or next(reversed(runs.values()), None)  # of the same name, or the latest
         if run and _has(run, plan, experiment):
             found[number] = run
     return found
@@ -248,11 +243,8 @@ def _combinations(grid: dict[str, Any], taken: set[str]) -> list[tuple[str, dict
     """Return (name, {setting: value}) for every combination of the grid's values; the last setting varies fastest.
 
     Args:
-        grid: {setting: list of its values}; it is changed: each list is replaced by its checked and converted values.
-        taken: names of settings that other tables of the plan set, which the grid must not repeat.
-
-    Raises:
-        ValueError: a setting that the grid cannot have, an invalid value, or more than `MOST_ROWS` combinations.
+        grid: {setting: list of values}; each list is replaced by its checked and converted values.
+        taken: settings of the plan's other tables, which the grid must not repeat.
     """
     for name, values in grid.items():
         if name == "config":
@@ -287,11 +279,9 @@ def _name(changes: Mapping[str, Any]) -> str:
 
 
 def _value(place: str, name: str, value: Any, in_task: bool = True) -> Any:
-    """Check a value of a plan and return it.
+    """Return a plan's value, checked and converted; raise ValueError if the name or the value is not accepted.
 
-    If a training argument is given as a text that transformers' parser reads as a number or a boolean, return the
-    number or the boolean. `place`: the table of the plan that has the value, for messages. `name`: a training argument
-    or, if `in_task`, a field of the task. Raises ValueError for an unknown name, or a value that is not accepted.
+    `place`: the table of the value, for messages; `in_task`: whether `name` may be a field of the task, too.
     """
     if name in TASK_FIELDS:
         if in_task and name != "config":
@@ -308,6 +298,7 @@ def _value(place: str, name: str, value: Any, in_task: bool = True) -> Any:
         read = arguments.parse([f"--{name}={value}"]).given.get(name)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
+    # A text becomes the number or the boolean that transformers' parser reads in it.
     return read if isinstance(read, bool | int | float) else value
 
 

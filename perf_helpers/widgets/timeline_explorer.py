@@ -54,10 +54,7 @@ def timeline(*runs: Run | MemoryEstimate) -> None:
 
 
 def _picture(shown: Sequence[tuple[str, plots.Timeline]], share: float) -> str:
-    """Draw timelines on one scale with a vertical line, and a table of the operation at this line; return HTML.
-
-    `shown`: (name, timeline) of one or two runs; `share`: place of the line, from 0 (start) to 1 (end of a timeline).
-    """
+    """Return HTML: timelines on one scale, a line at `share` of each (0: start, 1: end), and a table of that moment."""
     top = max(steps.highest_bytes for _, steps in shown)
     indices = [round(share * (len(steps) - 1)) for _, steps in shown]
     pictures, columns = "", []

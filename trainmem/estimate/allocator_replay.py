@@ -108,11 +108,7 @@ def replayed(log: Log, settings: str = "", capacity: int | None = None, rules: R
 
 
 def _played(log: Log, allocator: CachingAllocator) -> Iterator[Label]:
-    """Perform the log's events on an allocator; before each event, yield the label of the block that it concerns.
-
-    Raises:
-        OutOfMemory: there is no room.
-    """
+    """Perform events on an allocator, which may raise OutOfMemory; before each event yield the label of its block."""
     emptied = set(log.emptied)
     for number, event in enumerate(log.events):
         block = event if event >= 0 else ~event
@@ -209,13 +205,9 @@ def _frames(label: Label) -> list[dict[str, Any]]:
 
 
 def _segments(allocator: CachingAllocator, log: Log, frames: Callable, causes: dict) -> list[dict[str, Any]]:
-    """Return the final segments with their blocks, in the form of torch's snapshots.
+    """Return the allocator's final segments with their blocks, in the form of torch's snapshots.
 
-    Args:
-        allocator: the allocator after the replay.
-        log: the replayed log, which has the label of each block.
-        frames: function of a block's label that returns its stack, see `_frames`.
-        causes: {address of a segment: stack of the allocation that needed it}.
+    `frames`: as `_frames`; `causes`: {address of a segment: stack frames of the allocation that needed the segment}.
     """
     found = []
     for segment in allocator.segments():

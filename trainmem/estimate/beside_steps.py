@@ -68,9 +68,7 @@ def few_batches(tracker: "FakeTracker") -> contextlib.AbstractContextManager:
 def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
     """Replace functions that save and load, so that libraries can save and load fake tensors in this context.
 
-    The new functions keep a tensor's `Spec` instead of the tensor. If the training runs on a GPU, loaded tensors are on
-    the CPU, and `tracker` does not count their memory. Two kinds are loaded onto the GPU: adapters of peft, and tensors
-    that `torch.load` loads without `map_location="cpu"`.
+    The new functions keep a tensor's `Spec` instead of the tensor.
     """
     files: dict[str, dict[str, Spec]] = {}
 
@@ -85,7 +83,7 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
         if str(file) not in files:
             return load_plain(file, *args, **options)
         made = {name: fake(spec, tracker.fake) for name, spec in files[str(file)].items()}
-        if not tracker.places_modules:  # all tensors are in the memory of the file
+        if not tracker.places_modules:  # without a GPU they are counted: all are in the memory of the file
             size = os.path.getsize(file) + sum(spec.bytes for spec in files[str(file)].values())
             memory = fake(Spec((size,), (1,), torch.uint8), tracker.fake)
             tracker.track_unlisted(memory, "safetensors")
@@ -96,7 +94,7 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
     def load_adapters(file: str | os.PathLike, **_: Any) -> dict[str, torch.Tensor]:
         made = load(file)
         for tensor in made.values() if tracker.places_modules else ():
-            tracker.send(tensor, Category.TEMPORARIES)
+            tracker.send(tensor, Category.TEMPORARIES)  # peft loads adapters onto the GPU
         return made
 
     def identity(tensor: torch.Tensor) -> tuple:
@@ -116,7 +114,7 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
         def made(spec: Spec) -> torch.Tensor:
             tensor = fake(spec, tracker.fake)
             tracker.track_unlisted(tensor, "torch.load")
-            if type(map_location) is not str or map_location != "cpu":
+            if type(map_location) is not str or map_location != "cpu":  # torch loads onto the GPU
                 tracker.send(tensor)
             return tensor
 
@@ -137,12 +135,7 @@ def checkpoints(tracker: "FakeTracker") -> Iterator[None]:
 
 
 def _header(tensors: dict[str, torch.Tensor], metadata: Any) -> bytes:
-    """Return zeros in the size of a safetensors header (length, names, shapes), rounded up to a multiple of 8 bytes.
-
-    Args:
-        tensors: {name: tensor} to save.
-        metadata: the file's metadata; None: none.
-    """
+    """Return zeros in the size of a safetensors header (length, names, shapes), rounded up to a multiple of 8 bytes."""
     kinds = {kind: name for name, kind in sys.modules["safetensors.torch"]._TYPES.items()}
     about, offset = {"__metadata__": metadata} if metadata else {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])):

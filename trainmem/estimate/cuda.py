@@ -73,32 +73,22 @@ def emulated(compute_capability: tuple[int, int] = DEFAULT_CAPABILITY, rules: Re
 
 
 def _dropout(tensor, p, train):
-    """Return the result of dropout with probability `p` like CUDA's kernel, which keeps a mask, one byte per element.
-
-    Return the tensor unchanged if `train` is False or `p` is 0.
-    """
+    """Return the result of dropout, with a mask of one byte per element as in CUDA's kernel."""
     if train and 0 < p < 1 and tensor.numel():
         return torch.ops.aten.native_dropout(tensor, p, train)[0]
     return tensor * 0 if train and p == 1 else tensor
 
 
 def _softmax(name, tensor, dim, dtype=None):
-    """Compute softmax, or log_softmax, along `dim` with a result in `dtype` (None: the tensor's type), and return it.
-
-    For an fp16 tensor and an fp32 result this takes one kernel, as on CUDA, without a cast of the input.
-    `name`: "softmax" or "log_softmax".
-    """
+    """Return softmax or log_softmax (`name`) along `dim`, in `dtype` or, if that is None, in the tensor's type."""
     kernel = getattr(torch.ops.aten, f"_{name}")
     if tensor.dtype is torch.float16 and dtype is torch.float32 and isinstance(tensor, FakeTensor):
-        return kernel(tensor, dim, True)
+        return kernel(tensor, dim, True)  # as on CUDA: one kernel, without a cast of the input
     return kernel(tensor if dtype is None else tensor.to(dtype), dim, False)
 
 
 def _linear(tensor, weight, bias=None):
-    """Return the result of `linear`, computed as torch does for real tensors, not as for fake ones.
-
-    If possible, the matmul itself adds the bias; otherwise the bias is added in place to the matmul's result.
-    """
+    """Return the result of `linear`, computed as torch does for real tensors, not as for fake ones."""
     if bias is None:
         return torch.matmul(tensor, weight.t())
     if tensor.dim() == 2:
@@ -116,34 +106,24 @@ def _one_hot(tensor, classes=-1):
 
 
 def _lstm_cell(tensor, state, weight, hidden_weight, bias=None, hidden_bias=None):
-    """Return (output, cell state) of an LSTM's cell, computed by one kernel after two matmuls, as on CUDA.
-
-    `state`: the (output, cell state) of the step before.
-    """
+    """Return the (output, cell state) that follows `state` in an LSTM: two matmuls, then one kernel, as on CUDA."""
     gates = torch.matmul(tensor, weight.t()), torch.matmul(state[0], hidden_weight.t())
     return torch.ops.aten._thnn_fused_lstm_cell(*gates, state[1], bias, hidden_bias)[:2]
 
 
 def _gru_cell(tensor, output, weight, hidden_weight, bias=None, hidden_bias=None):
-    """Return the output of a GRU's cell, computed by one kernel after two matmuls, as on CUDA.
-
-    `output`: the output of the step before.
-    """
+    """Return the output that follows `output` in a GRU: two matmuls, then one kernel, as on CUDA."""
     gates = torch.matmul(tensor, weight.t()), torch.matmul(output, hidden_weight.t())
     return torch.ops.aten._thnn_fused_gru_cell(*gates, output, bias, hidden_bias)[0]
 
 
 def _ctc_loss(scores, targets, lengths, target_lengths, blank=0, reduction=1, zero_infinity=False):
-    """Return CTC's loss; the arguments are those of `ctc_loss`.
-
-    For the mean the losses are divided by the targets' lengths, which are copied from the host to the device for this
-    (native/LossCTC.cpp: get_clamped_target_length).
-    """
+    """Return CTC's loss; the arguments are those of torch's `ctc_loss`."""
     batch = scores if scores.dim() == 3 else scores.unsqueeze(1)
     losses = torch.ops.aten._ctc_loss(batch, targets, lengths, target_lengths, blank, zero_infinity)[0]
     if zero_infinity:
         losses = torch.where(losses == math.inf, losses.new_zeros(()), losses)
-    if reduction == 1:
+    if reduction == 1:  # the lengths are copied to the device (native/LossCTC.cpp: get_clamped_target_length)
         is_fake = isinstance(losses, FakeTensor)
         sent = torch.empty_like(losses) if is_fake else torch.as_tensor(target_lengths).to(losses.dtype)
         sent = sent.clamp_min(1)
@@ -188,13 +168,9 @@ def _with_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
 def _attention(
     rules, capability, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """Compute scaled_dot_product_attention as on a GPU, by the kernel that torch selects there; return its output.
+    """Return the output of scaled_dot_product_attention by the kernel that torch selects on a GPU.
 
-    Args:
-        rules: the rules by which a torch release selects the kernel, see `allocator_settings.release`.
-        capability: the GPU's compute capability.
-        query, key, value: (batch, heads, length, head size), or without a batch.
-        attn_mask, dropout_p, is_causal, scale, enable_gqa: as in scaled_dot_product_attention.
+    `rules`: see `allocator_settings.release`; `query`, `key`, `value`: (batch, heads, length, head size), or no batch.
     """
     with_batch = _with_batch(rules, query, key, value, attn_mask)
     kernel = attention_kernel(rules, capability, *with_batch, dropout_p, is_causal, enable_gqa)
@@ -205,12 +181,9 @@ def _attention(
 
 
 def _fused_attention(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale):
-    """Run attention with one of torch's fused kernels and return its output.
+    """Return attention's output, computed by one of torch's fused kernels.
 
-    Args:
-        kernel: "flash", "efficient" or "cudnn".
-        query, key, value: (batch, heads, length, head size).
-        attn_mask, dropout_p, is_causal, scale: as in scaled_dot_product_attention.
+    `kernel`: "flash", "efficient" or "cudnn"; `query`, `key`, `value`: (batch, heads, length, head size).
     """
     aten = torch.ops.aten
     if kernel == "flash":
@@ -239,21 +212,14 @@ def _first(results):
 
 
 def _additive(mask, dtype):
-    """Return a boolean mask as a tensor of type `dtype` to add to scores: 0 for True, minus infinity for False.
-
-    A mask that is not boolean is returned unchanged. None, which means no mask, is returned as None.
-    """
+    """Return a boolean mask as numbers of type `dtype` to add to scores: 0 for True, minus infinity for False."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, *(mask.new_full((), value, dtype=dtype) for value in (0.0, -math.inf)))
 
 
 def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa):
-    """Compute attention without a fused kernel, and return its output.
-
-    The mask is added in place. torch's `_scaled_dot_product_attention_math` does so for real tensors only.
-    The arguments are those of scaled_dot_product_attention.
-    """
+    """Return the output of scaled_dot_product_attention, computed without a fused kernel."""
     dtype = query.dtype
     mask = _additive(mask, dtype)
     if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
@@ -267,6 +233,7 @@ def _plain_attention(query, key, value, mask, dropout, causal, scale, enable_gqa
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     weights = torch.matmul(query, key.transpose(-2, -1) * root)
+    # The mask is added in place; torch's `_scaled_dot_product_attention_math` does so for real tensors only.
     weights = torch.ops.aten._safe_softmax(weights if mask is None else weights.add_(mask), -1)
     if dropout:
         weights = torch.dropout(weights, dropout, True)
@@ -339,10 +306,8 @@ def attention_kernel(
 
 
 def _with_batch(rules: Release, query, key, value, mask):
-    """Return (query, key, value, mask), with a batch of one added to tensors of shape (heads, length, head size).
-
-    torch adds the batch since 2.14, before it selects a kernel. Under the `rules` of older releases none is added.
-    """
+    """Return (query, key, value, mask) with a batch of one added to tensors of shape (heads, length, head size)."""
+    # torch adds the batch since 2.14 (`groups_attention`), before it selects a kernel.
     if not rules.groups_attention or any(tensor.dim() != 3 for tensor in (query, key, value)):
         return query, key, value, mask
     mask = mask.unsqueeze(0) if mask is not None and mask.dim() == 3 else mask
@@ -350,12 +315,9 @@ def _with_batch(rules: Release, query, key, value, mask):
 
 
 def _heads_fit(rules: Release, query, key, value, takes_groups: bool, values_alike: bool = True) -> bool:
-    """Return whether a fused kernel supports the head counts of query, key, value: (batch, heads, length, head size).
+    """Return whether a fused kernel supports the head counts of tensors (batch, heads, length, head size).
 
-    Args:
-        rules: the rules of a torch release, see `allocator_settings.release`.
-        takes_groups: whether the kernel lets several query heads share keys and values.
-        values_alike: whether the kernel needs as many value heads as key heads.
+    `takes_groups`: query heads may share keys and values; `values_alike`: there must be as many value as key heads.
     """
     heads, keys, values = (tensor.shape[1] for tensor in (query, key, value))
     if takes_groups:

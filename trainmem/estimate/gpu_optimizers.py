@@ -46,10 +46,7 @@ def assumptions(arguments: Arguments) -> list[str]:
 
 
 def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, str, Callable]]:
-    """Yield the library functions to replace while the optimizer `optim` is traced.
-
-    Each is (module or class that holds the function, the function's name, replacement).
-    """
+    """Yield (module or class, name of its function, replacement) for functions to replace while `optim` is traced."""
     yield torch.cuda, "synchronize", lambda *_, **__: None
     if fnmatch(optim, "paged*") or fnmatch(optim, "*_bnb*") or fnmatch(optim, "galore_*8bit*"):
         importlib.import_module("bitsandbytes")
@@ -66,21 +63,13 @@ def replacements(tracker: "DeviceTracker", optim: str) -> Iterator[tuple[Any, st
 
 
 def _update_32bit(plain, optimizer: str, gradient, weight, *args, max_unorm: float = 0.0, **options):
-    """Update a weight with `plain`, bitsandbytes' 32-bit update.
-
-    If `max_unorm` is above 0, the weight's norm is computed before the update, and its tensor is kept until the update
-    ends, as on a GPU. The arguments after `plain` are those of bitsandbytes' update; `optimizer` is the name of an
-    optimizer, e.g. "adam".
-
-    Raises:
-        Invalid: bitsandbytes has no kernel for this optimizer with gradients in bfloat16.
-    """
+    """Call `plain`, bitsandbytes' 32-bit update, with its arguments; raise Invalid if bitsandbytes lacks the kernel."""
     if optimizer in _NOT_IN_BFLOAT16 and gradient.dtype is torch.bfloat16:
         raise Invalid(
             f"this training fails on a GPU: bitsandbytes has no kernel for {optimizer} with gradients in bfloat16. "
             "Give dtype='float32', or another optimizer"
         )
-    norm = torch.norm(weight.data.float()) if max_unorm > 0 else None  # noqa: F841, held during the update
+    norm = torch.norm(weight.data.float()) if max_unorm > 0 else None  # noqa: F841, as on a GPU, held during the update
     return plain(optimizer, gradient, weight, *args, **options)
 
 
@@ -90,11 +79,7 @@ def _double_buffer(_, weight, dtype=torch.float32):
 
 
 def _paged(tracker: "DeviceTracker", plain, optimizer, weight, *args, **options):
-    """Return a state for `weight`, made by `plain`, the function of bitsandbytes that makes an optimizer's states.
-
-    If a paged optimizer makes the state for a weight of at least `_PAGED` elements, the state is in memory that the
-    driver pages. This memory does not count as the device's.
-    """
+    """Return an optimizer's state for `weight`, made by `plain`, a function of bitsandbytes."""
     is_paged = optimizer.is_paged and weight.numel() >= _PAGED
-    with tracker.placing(paged=is_paged):
+    with tracker.placing(paged=is_paged):  # the driver pages this memory: it does not count as the device's
         return plain(optimizer, weight, *args, **options)

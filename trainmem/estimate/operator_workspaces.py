@@ -57,10 +57,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Hold the workspace bytes of an operation at the size that the training uses, and how they were found.
-
-    The bytes are measured, extrapolated from smaller sizes, assumed, or unknown.
-    """
+    """Hold the workspace bytes of an operation at the size that the training uses, and how they were found."""
 
     bytes: int | None  # None if the operation cannot be run by itself
     how: str  # "measured" at its own size, on a "line" through three smaller ones, "assumed", or "unknown"
@@ -170,13 +167,8 @@ def assumptions(operations: Sequence[Operation], probe: Probe) -> list[str]:
 
 
 def _at_first(operation: Operation) -> list[Operation]:
-    """Return the operations to run first to find the workspace of `operation`.
-
-    This is the operation itself or, if it is large, three smaller versions of it, largest first, from which its
-    workspace is extrapolated. An operation whose workspace does not depend on sizes is returned with tensors of one
-    element. Return [] if the operation is too large and cannot be made smaller.
-    """
-    if _is_sizeless(operation):
+    """Return an operation's forms to run first: itself or, if large, three smaller ones, largest first; [] if none."""
+    if _is_sizeless(operation):  # one element per tensor is enough
         leaves = (
             Spec((1,) * len(leaf.shape), (1,) * len(leaf.shape), leaf.dtype) if type(leaf) is Spec else leaf
             for leaf in operation.leaves
@@ -194,11 +186,7 @@ def _is(operation: Operation, names: tuple[str, ...]) -> bool:
 
 
 def _is_sizeless(operation: Operation) -> bool:
-    """Return whether the workspace does not depend on the sizes of the operation's tensors.
-
-    This holds for elementwise operations on dense tensors of one type, for `_to_copy`, and for `empty_like`,
-    `zeros_like` and `ones_like`.
-    """
+    """Return whether the workspace does not depend on the sizes of the operation's tensors."""
     name = operation.name.removeprefix("aten.")
     in_lists = name.startswith(("_foreach_", "_fused_")) and "norm" not in name
     if torch.Tag.pointwise in operation.function.tags or in_lists:
@@ -245,21 +233,16 @@ def resized(operation: Operation, factors: dict[int, int]) -> Operation:
 
 
 def _resized(leaf: Any, factors: dict[int, int]) -> Any:
-    """Return an operation's argument `leaf` with smaller lengths.
-
-    `factors`: {length: factor}; each of these lengths is divided by its factor, and other lengths stay. A length is a
-    dimension of a tensor's `Spec`, or an argument that is itself a whole number. The order of a tensor's dimensions in
-    memory stays. A sparse tensor keeps the fraction of its elements that are stored. Other arguments are returned
-    unchanged.
-    """
+    """Return an argument with its lengths (dimensions, or a whole number) divided by `factors`, {length: factor}."""
     if type(leaf) is SparseSpec:
         shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
+        # The fraction of stored elements stays.
         return leaf._replace(shape=shape, count=leaf.count * math.prod(shape) // math.prod(leaf.shape))
     if type(leaf) is not Spec:
         return leaf // factors.get(leaf, 1) if type(leaf) is int else leaf
     shape = tuple(length // factors.get(length, 1) for length in leaf.shape)
     strides, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: leaf.stride[d]):
+    for dim in sorted(range(len(shape)), key=lambda d: leaf.stride[d]):  # their order in memory stays
         if leaf.stride[dim]:
             strides[dim], step = step, step * shape[dim]
     return Spec(shape, tuple(strides), leaf.dtype)
@@ -270,11 +253,7 @@ def _resized(leaf: Any, factors: dict[int, int]) -> Any:
 
 @dataclass(slots=True)
 class _Tried:
-    """Hold an operation and its first runs; calculate from these runs the operation's workspace at full size.
-
-    The first runs are those of the operations that `_at_first` returns; most of them use smaller tensors. Full size is
-    the size that the training uses.
-    """
+    """Hold an operation with its first runs; calculate from them the workspace at full size, as in the training."""
 
     operation: Operation
     group: list[Operation]  # the operation at the sizes of these runs, see `_at_first`
@@ -282,11 +261,7 @@ class _Tried:
     warm: Seen | None = None  # a second run at the largest of these sizes
 
     def conclusion(self) -> Hidden | None:
-        """Return the operation's workspace at full size; None if the first runs (`seen`) do not determine it.
-
-        The workspace is the measured one if the operation ran at full size. Otherwise it is extrapolated on a line
-        through three smaller sizes.
-        """
+        """Return the operation's workspace at full size; None if the first runs (`seen`) do not determine it."""
         if len(self.group) == 1:  # at its own size, or size does not matter
             return Hidden(self.seen[0].bytes, "measured") if self.seen[0] else _UNKNOWN
         if not self.group or None in self.seen:
@@ -300,22 +275,13 @@ class _Tried:
         return None if end is None else Hidden(end, "line")
 
     def assumption(self) -> Hidden:
-        """Return an assumed workspace for the operation at its full size, or an unknown one if no run succeeded.
-
-        For each successful run in `seen`, the workspace is divided by the bytes of operands and results. The largest of
-        these ratios is multiplied by the bytes of operands and results at full size.
-        """
+        """Return a workspace assumed by the largest ratio to operands and results in `seen`; unknown if all failed."""
         pairs = zip(self.group, self.seen, strict=True)
         shares = [seen.bytes / cut.bytes for cut, seen in pairs if seen and cut.bytes]
         return Hidden(round(max(shares) * self.operation.bytes), "assumed") if shares else _UNKNOWN
 
     def expected_seconds(self) -> float:
-        """Return the seconds that the operation should take at full size.
-
-        The result is `seconds * (full / small) ** _GROWTH`. `seconds` is the time of `warm`, the second run at the
-        largest of the smaller sizes; `small` and `full` are the bytes at this smaller size and at full size. Without
-        `warm`, the result is `full` / `_SLOW_BYTES_A_SECOND`.
-        """
+        """Return the seconds expected at full size, from the time of `warm` or an assumed speed."""
         if not self.warm:
             return self.operation.bytes / _SLOW_BYTES_A_SECOND
         return self.warm.seconds * (self.operation.bytes / max(self.group[0].bytes, 1)) ** _GROWTH
@@ -352,20 +318,14 @@ class Runner:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, operations: list[Operation], threads: int) -> list[Seen | None]:
-        """Run operations on zeros in a fork of this process; return the workspace bytes and seconds of each operation.
-
-        The results have the order of `operations`. A result is None if the operation raises on zeros or crashes the
-        fork. A crash is possible because `resized` shortens lengths independently of each other: e.g. a kernel divides
-        by zero if an attention has fewer query heads than key heads. After a crash the other operations run again in
-        new forks.
-        `threads`: number of threads that torch uses.
-        """
+        """Run operations on zeros in a fork; return their results in order, None for an operation that failed."""
         if not operations:
             return []
         self._pool = self._pool or ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
         try:
             return self._pool.submit(_run, operations, threads).result()
         except BrokenProcessPool:  # run each half separately until the culprit is alone
+            # E.g. an attention kernel divides by zero if `resized` leaves fewer query heads than key heads.
             self.close()
             half = len(operations) // 2
             return [*self(operations[:half], threads), *self(operations[half:], threads)] if half else [None]
@@ -377,10 +337,9 @@ class Runner:
 
 
 def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
-    """Run each operation on zeros with `threads` threads; return its workspace in bytes and its seconds.
+    """Run each operation on zeros; return its workspace in bytes and its seconds, or None if it failed.
 
-    The result for an operation that failed is None. Call this function in a disposable process, because an operation
-    may crash the process.
+    Call this function in a disposable process, because an operation may crash the process.
     """
     faulthandler.disable()  # an operation may crash this process, which is no error to report
     torch.set_num_threads(threads)
@@ -401,10 +360,7 @@ def _run(operations: list[Operation], threads: int) -> list[Seen | None]:
 
 
 def _sparse(spec: SparseSpec) -> torch.Tensor:
-    """Return a sparse tensor with the shape, type and number of stored elements in `spec`.
-
-    The stored elements are zeros at the tensor's first positions, in row-major order.
-    """
+    """Return a sparse tensor as in `spec`; its stored elements are zeros at the first positions, in row-major order."""
     positions = torch.stack(torch.unravel_index(torch.arange(spec.count), spec.shape))
     values = torch.zeros(spec.count, dtype=spec.dtype)
     return torch.sparse_coo_tensor(

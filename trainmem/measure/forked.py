@@ -83,10 +83,8 @@ def _move_to(assignment: Assignment) -> None:
 
 
 def _short_name(folder: str) -> str:
-    """Return a folder's path, or a short alias of it if the path is too long for a socket's address (107 bytes).
-
-    With a longer path the workers of a DataLoader would hang (cpython issue 93852). Aliases, in /proc, need Linux.
-    """
+    """Return a folder's path, or a short alias if the path is too long for a socket's address (107 bytes)."""
+    # With a longer path, the workers of a DataLoader hang (cpython issue 93852). Aliases, in /proc, need Linux.
     if len(os.fsencode(folder)) <= _SHORT or not os.path.isdir("/proc/self/fd"):
         return folder
     return f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_RDONLY)}"
@@ -102,20 +100,14 @@ def own_folder() -> str | None:
 
 
 def _ask_for_a_quiet_machine(channel: connection.Connection, need: quiet.Need) -> None:
-    """Ask the caller to reserve the part of the machine that `need` names; wait until the caller grants this part.
-
-    With `Need.SHARE`, send the message but do not wait, because the process may share the machine.
-    """
+    """Ask the caller to reserve the part of the machine that `need` names, and wait until this part is granted."""
     channel.send(("quiet", need))
-    if need:
+    if need:  # not `Need.SHARE`, with which the process may share the machine
         channel.recv()
 
 
 def _reporting(channel: connection.Connection) -> Callable[[int], None]:
-    """Return a function that the training calls with each finished step's number.
-
-    The function sends the number through `channel`, but at most a few times a second.
-    """
+    """Return a function that sends a finished step's number through `channel`, at most a few times a second."""
     last = 0.0
 
     def on_step(number: int) -> None:
@@ -128,11 +120,7 @@ def _reporting(channel: connection.Connection) -> Callable[[int], None]:
 
 
 def _stopping(channel: connection.Connection, warmup_steps: int, steps_per_turn: int) -> Callable[[int], None]:
-    """Return a function that pauses the training between turns; the training calls it with each finished step's number.
-
-    The training pauses after `warmup_steps` steps, and then every `steps_per_turn` steps: the function sends a message
-    to the process at the other end of `channel`, and waits for an answer.
-    """
+    """Return a function that pauses a training after its warm-up and each turn; call it with each step's number."""
 
     def on_step(number: int) -> None:
         if number >= warmup_steps and (number - warmup_steps) % steps_per_turn == 0:

@@ -61,18 +61,15 @@ def execute(
 
 
 def _once(step: int) -> tuple[int, int]:
-    """Return the value of `turn` with which a `CleanProcess` stops only once: after `step` steps, until `go` is called.
-
-    The value is (`step`, steps from this stop to the next). The second number is so large that no training reaches it.
-    """
-    return step, sys.maxsize
+    """Return the value of `turn` that stops a `CleanProcess` only once: after `step` steps, until `go` is called."""
+    return step, sys.maxsize  # steps to the stop, and to a second stop, which no training reaches
 
 
 def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int], None] | None = None) -> Outcome:
     """Return the outcome of an experiment with its memory and the breakdown by category.
 
-    If one run cannot measure both, a second run tracks every tensor for the breakdown. Both may run at the same time on
-    a CPU (see `_may_be_paired`), because the number of bytes does not depend on other load.
+    If one run cannot measure both, a second run tracks every tensor for the breakdown. The two runs may overlap on a
+    CPU (see `_may_be_paired`), because the number of bytes does not depend on other load.
 
     Args:
         timeout: seconds for both runs together.
@@ -91,24 +88,17 @@ def account(experiment: Experiment, timeout: float = 600, on_step: Callable[[int
 
 
 def _explained(first: Outcome, second: Outcome) -> Outcome:
-    """Return the outcome of an experiment's first run, with the breakdown by category that its second run measured.
-
-    If the experiment has several ranks, the same is done for the outcome of each rank (`Outcome.ranks`).
-    """
+    """Return the first run's outcome with the second run's breakdown by category, also for each rank."""
     ranks = [_explained(*pair) for pair in zip(first.ranks, second.ranks, strict=True)]
     memory = first.memory.explained(second.memory) if first.memory and second.memory else first.memory
     return first.replace(memory=memory, ranks=tuple(ranks))
 
 
 def _may_be_paired(experiment: Experiment) -> bool:
-    """Return whether `account` may measure an experiment's memory and breakdown in two runs at the same time.
-
-    Two runs at the same time need a CPU with several cores. They are not allowed in a course, where other lessons use
-    the other cores. A user's function is not run twice at the same time, because both runs could write to the same
-    files. Some experiments need no second run: compiled code has no breakdown, and an experiment with several ranks,
-    DataLoader workers or DeepSpeed gets its breakdown in the first run.
-    """
+    """Return whether `account` may measure memory and breakdown in two runs at the same time, on several CPU cores."""
     machine = hardware.this_machine()
+    # Two runs of a function could write to the same files. Compiled code has no breakdown. With ranks, DataLoader
+    # workers or DeepSpeed, the first run has the breakdown.
     alone = experiment.function or experiment.arguments.compiles or experiment.is_counted_by_tensors
     alone = alone or quiet.is_in_course()  # other lessons use the other cores
     return machine.kind == "cpu" and (machine.cpu_cores or 1) > 1 and not alone
@@ -147,28 +137,16 @@ def _called(function: Callable[..., Any], arguments: tuple, tell: Callable[[int]
 
 
 def _ended(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome:
-    """Wait until a process has ended or its time is over; return its outcome with what it printed.
-
-    If the process stops, e.g. in a course after its warm-up (see `_once`), it continues as soon as the whole machine is
-    reserved for it. The machine stays reserved until the process ends. `on_step`: called with the number of a finished
-    step; None: not called.
-    """
+    """Return the outcome of a process, with what the process printed, once it has ended or its time is over."""
     with contextlib.ExitStack() as alone:
-        while not (outcome := _until_stop(process, on_step)):
-            alone.enter_context(_quiet(quiet.Need.MACHINE))
+        while not (outcome := _until_stop(process, on_step)):  # stopped, e.g. after a warm-up in a course (`_once`)
+            alone.enter_context(_quiet(quiet.Need.MACHINE))  # until the process ends
             process.go()
     return outcome
 
 
 def _until_stop(process: CleanProcess, on_step: Callable[[int], Any] | None = None) -> Outcome | None:
-    """Wait until a process stops, ends, or has no time left; return None if it stops, otherwise its outcome.
-
-    If the process requests a part of the machine (a `quiet.Need`), this part is reserved for the process until the
-    process gives the part back, or this function returns. If an experiment on several ranks runs out of time, the
-    outcome's message says in which line each rank was. After Ctrl-C, a note on the KeyboardInterrupt says the same.
-
-    `on_step`: called with the number of a finished step; None: not called.
-    """
+    """Return None as soon as a process stops, or its outcome once it has ended or its time is over."""
     try:
         with contextlib.ExitStack() as reserved:
             while True:
@@ -181,13 +159,13 @@ def _until_stop(process: CleanProcess, on_step: Callable[[int], Any] | None = No
                     case "quiet", quiet.Need.SHARE:
                         reserved.close()
                     case "quiet", need:
-                        reserved.enter_context(_quiet(need))
+                        reserved.enter_context(_quiet(need))  # until `Need.SHARE`, or the return
                         process.go()
                     case "result", outcome:
                         return _with_output(process, outcome)
     except TimeoutError:
         text = f"no result within {_limit.get()[1]:g} s"
-        where = process.whereabouts()
+        where = process.whereabouts()  # the line of each rank, if there are ranks
         return _with_output(process, Outcome("timed out", f"{text}; {where}" if where else text))
     except KeyboardInterrupt as interruption:
         if where := process.whereabouts():
@@ -204,11 +182,7 @@ def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
 
 @contextlib.contextmanager
 def _quiet(need: quiet.Need) -> Iterator[None]:
-    """Wait until the part of the machine that `need` names is free, and reserve this part for the code in this context.
-
-    Other lessons of a course cannot use this part meanwhile. The time limit that `within` has set is extended by the
-    seconds of waiting.
-    """
+    """Reserve the part of the machine `need` in this context; extend the limit of `within` by the waiting time."""
     start = time.monotonic()
     with quiet.experiment(need):
         until, seconds = _limit.get()
@@ -304,14 +278,7 @@ def alternate(
 
 
 def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """Run an experiment in one process that stops after its warm-up and after each group of steps (turn).
-
-    Yield None at each stop, so that other experiments can run; when the process has ended, yield its outcome instead.
-
-    Args:
-        turns: number of timed turns.
-        steps_per_turn: optimizer steps in a turn.
-    """
+    """Run an experiment in one process; yield None at each stop (after the warm-up and each turn), then the outcome."""
     job = functools.partial(_in_what_is_left, experiment.replace(steps=turns * steps_per_turn))
     with CleanProcess(job, turn=(experiment.warmup_steps, steps_per_turn), measured=True) as process:
         for turn in range(turns + 1):
@@ -324,16 +291,12 @@ def _stopping(experiment: Experiment, turns: int, steps_per_turn: int) -> interl
 
 
 def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> Outcome:
-    """Time an experiment in turns with other experiments, and return its outcome.
-
-    In its turns the other experiments are stopped, but keep their memory on the same device. The experiment ends with
-    status "out of memory" as soon as torch's allocator has to release cached memory, because the experiment would then
-    run more slowly than alone. `on_step`: called after each step with its number.
-    """
+    """Return the outcome of an experiment that is timed in turns with others, which keep their memory on the device."""
 
     def stepped(number: int) -> None:
         import torch
 
+        # After a release of cached memory, the experiment would run more slowly than alone: status "out of memory".
         if torch.cuda.is_initialized() and torch.cuda.memory_stats().get("num_alloc_retries"):
             raise MemoryError("the runs do not fit on the device together")
         on_step(number)
@@ -343,22 +306,13 @@ def _in_what_is_left(experiment: Experiment, on_step: Callable[[int], None]) -> 
 
 
 def _fresh_each_turn(experiment: Experiment, turns: int, steps_per_turn: int) -> interleaving.Player:
-    """Run an experiment in several parts (turns), each in a new process that runs a warm-up first.
-
-    First yield None, before anything runs: the caller expects one yield for a warm-up, but here each turn has its own.
-    Then yield after each turn: after the last turn an outcome with the times of all turns, after a failed turn that
-    turn's outcome, otherwise None.
-
-    Args:
-        turns: number of timed turns.
-        steps_per_turn: optimizer steps in a turn.
-    """
-    yield None
+    """Run each turn in a new process; yield None after a turn, but an outcome after the last or a failed turn."""
+    yield None  # the caller expects a yield for a warm-up, but here each turn has its own
     seconds: tuple[float, ...] = ()
     for turn in range(1, turns + 1):
         outcome = execute(experiment.replace(steps=steps_per_turn), "time", float("inf"))
         if outcome.ok and outcome.timing:
             seconds += outcome.timing.all_seconds[:steps_per_turn]
             timing = dataclasses.replace(outcome.timing, steps=len(seconds), all_seconds=seconds, all_cpu_seconds=())
-            outcome = outcome.replace(timing=timing) if turn == turns else None
+            outcome = outcome.replace(timing=timing) if turn == turns else None  # the last has all times
         yield outcome

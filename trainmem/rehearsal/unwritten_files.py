@@ -71,12 +71,7 @@ class Files:
 class _Records:
     """Write torch's zip files, but with holes in place of storages with unknown values; `holes` counts such storages.
 
-    Args:
-        writer: torch's own writer, which writes everything else.
-        values: the `Values` that this process tracks.
-        has_file: whether the writer was given a file's path. Without a path, the writer may write to an object that
-            cannot skip bytes, e.g. a buffer. Storages with unknown values are then written in full, and the caller adds
-            a record that marks the file.
+    `writer`: torch's own; `values`: the `Values` that this process tracks; `has_file`: whether the writer got a path.
     """
 
     def __init__(self, writer, values, has_file: bool):
@@ -86,13 +81,10 @@ class _Records:
         return getattr(self.writer, name)
 
     def write_record(self, name: str, data: Any, size: int) -> None:
-        """Write the record `name` of torch's zip file: the `size` bytes of `data`, or a hole of `size` bytes.
-
-        A hole is written if the values of `data` are unknown and the writer was given a file's path.
-        """
+        """Write the record `name` of torch's zip file: the `size` bytes of `data`, or a hole of `size` bytes."""
         if isinstance(data, torch.UntypedStorage) and self.values.is_unknown_block(data.data_ptr()):
             self.holes += 1
-            if self.has_file:
+            if self.has_file:  # another object, e.g. a buffer, may not be able to skip bytes
                 return self.writer.write_record_metadata(name, size)
         return self.writer.write_record(name, data, size)
 
