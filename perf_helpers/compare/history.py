@@ -141,11 +141,7 @@ def _history(machine: str, profile: str, runs: list[dict]) -> History:
 
 
 def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
-    """Yield ((kind, id, unit), point) for each value of one course run, whose results.json has the content `data`.
-
-    The kind is "claim", "memory" (the peak of a run, in bytes) or "speed" (the fastest step of a recipe, in seconds).
-    The id names the claim, run or recipe (see the module's docstring).
-    """
+    """Yield ((kind, id, unit), point) for each value of one course run; `data`: the content of its results.json."""
     date = data["date"]
     for claim in data["claims"]:
         if claim["value"] is not None:
@@ -161,12 +157,8 @@ def _figures(data: dict) -> Iterator[tuple[tuple[str, str, str], Point]]:
 
 
 def _line(kind: str, id: str, unit: str, points: list[Point], runs: dict[str, dict]) -> Line:
-    """Return the `Line` of one quantity over all course runs, with its changes if it is exact, its medians if noisy.
-
-    `kind`: "claim", "memory" or "speed"; `id`, `unit`: of the quantity; `points`: its value in each course run;
-    `runs`: {date of a course run: content of its results.json}.
-    """
-    if kind == "speed" or any(point.interval for point in points):
+    """Return the `Line` of one quantity; `runs`: {date of a course run: content of its results.json}."""
+    if kind == "speed" or any(point.interval for point in points):  # noisy
         latest, before = points[-RUNS_PER_MEDIAN:], points[-2 * RUNS_PER_MEDIAN : -RUNS_PER_MEDIAN]
         median_before = _median(before) if len(before) == RUNS_PER_MEDIAN else None
         return Line(kind, id, unit, points, median=_median(latest), median_before=median_before)

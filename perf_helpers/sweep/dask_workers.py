@@ -237,14 +237,13 @@ class Workers(Executor):
         raise Killed(f"{both}; the row is not tried a third time", tuple(attempts))
 
     async def _free(self, lost_by: set[str]) -> _Worker:
-        """Wait until a worker has a free device, and return this worker; if an error stopped all calls, raise it.
+        """Wait until a worker has a free device, and return this worker.
 
-        `lost_by`: names of workers that were killed or disconnected during the caller's call. A worker that now has
-        such a name is returned only if no worker has another name.
+        `lost_by`: names of workers that were killed or disconnected during the caller's call.
         """
         while not self._failure:
             others = [worker for worker in self._workers.values() if worker.name not in lost_by]
-            for worker in others or self._workers.values():
+            for worker in others or self._workers.values():  # a name in `lost_by` only if there is no other
                 if len(worker.running) < worker.devices:
                     return worker
             await self._change.wait()
@@ -307,19 +306,15 @@ def connected(
 
 @contextlib.contextmanager
 def _own_cluster(distributed, count: int | None) -> Iterator:
-    """Yield a cluster on this machine: one process per worker, each of which sees one GPU if there are GPUs.
-
-    `distributed` is Dask's module. `count`: number of workers; None or 0: one per GPU, or one if there is no GPU.
-    Raises ValueError if there are GPUs, but fewer than workers.
-    """
+    """Yield a Dask cluster of `count` workers on this machine, one process each; `distributed` is Dask's module."""
     import dask
 
     machine = hardware.describe()
     gpus = machine.gpus if machine.kind == "cuda" else ()
-    count = count or max(1, len(gpus))
+    count = count or max(1, len(gpus))  # one per GPU, or one
     if gpus and count > len(gpus):
         raise ValueError(f"workers={count}: each needs a GPU, but there are {len(gpus)}. Give at most {len(gpus)}")
-    seen = [{"CUDA_VISIBLE_DEVICES": name} for name in _gpu_names(gpus)] or [{}] * count
+    seen = [{"CUDA_VISIBLE_DEVICES": name} for name in _gpu_names(gpus)] or [{}] * count  # one GPU each
     quiet = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "dashboard": False}
     scheduler = {"cls": distributed.Scheduler, "options": quiet | {"port": 0}}
     with (

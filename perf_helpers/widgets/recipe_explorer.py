@@ -93,12 +93,7 @@ class Recipe(svg.Point):
 
 
 def _groups(lab: Lab) -> dict[str, list[Recipe]]:
-    """Return {label: group of recipes}; a group has one model and one source: this notebook, or earlier runs of a day.
-
-    The group of this notebook with the lab's model comes first. In a group, recipes are ordered by peak memory, the
-    smallest first; recipes without a measured memory come last. The later of two recipes with the same name, kind
-    of memory and arguments is kept. Runs without arguments, and runs with neither memory nor speed, are left out.
-    """
+    """Return {label: recipes by peak}, a group per model and source: this notebook, or one day's earlier runs."""
     session, machine = {run.id for run in lab.runs}, lab.machine
     here = [run for run in lab.runs if run.ok]
     here += [estimate for estimate in estimates_so_far() if estimate.device == machine.kind]
@@ -110,7 +105,7 @@ def _groups(lab: Lab) -> dict[str, list[Recipe]]:
         recipe = Recipe.of(source)
         if recipe.arguments and (recipe.is_sized or recipe.is_timed):
             group = groups.setdefault(f"{when}: {Task.from_dict(source.task).model}", {})
-            group[recipe.label, repr(sorted(recipe.arguments.items()))] = recipe
+            group[recipe.label, repr(sorted(recipe.arguments.items()))] = recipe  # the later of two equal ones stays
     first = f"this notebook: {lab.task.model}"
     labels = sorted(groups, key=lambda label: (label != first, not label.startswith("this"), label))
     return {label: sorted(groups[label].values(), key=_size) for label in labels}

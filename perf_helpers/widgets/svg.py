@@ -154,10 +154,7 @@ def round_step(least: float) -> float:
 
 
 def _ticks(end: float, parts: int, unit: str = "", top: float | None = None) -> dict[str, float]:
-    """Return {label: position} of about `parts` round numbers from 0 to `top`, or to `end` if `top` is None.
-
-    The axis goes from 0 (position 0) to `end` (position 1). `unit` is added to each label.
-    """
+    """Return {label: position} of about `parts` round numbers from 0 to `top`; position 1 is the value `end`."""
     top = top or end
     step = round_step(top / parts)
     return {f"{step * i:,g} {unit}".strip(): step * i / end for i in range(int(top / step) + 1)}

@@ -53,13 +53,9 @@ def _model(search: RecipeSearch) -> Found:
 
 
 def _of_the_next(search: RecipeSearch, candidate: Candidate) -> str:
-    """Return a note on the preset next in size after the largest that fits; `search` is the search for the next one.
-
-    If the preset's memory is known as a function of the number of layers (see `layers_of`), the note says how many
-    bytes the preset needs with the recipe `candidate`, and how many of its layers would fit.
-    """
+    """Return a note on the task of `search`, whose preset is the next in size after the largest that fits."""
     task = search.task
-    if not (layers := layers_of(task)):
+    if not (layers := layers_of(task)):  # the preset's memory by number of layers is not known
         return f" {task.model} does not fit."
     line, (_, needed) = search.line_of(candidate), search.about(candidate)
     room = search.target.room_bytes - search.target.context_bytes
@@ -84,13 +80,7 @@ def _sequence(search: RecipeSearch) -> Found:
 
 
 def _alike(task: Task) -> Sequence[Task]:
-    """Return one copy of the task for each preset (see `PRESETS`) of the same model type, with the preset as model.
-
-    Presets that cannot take sequences of the task's length are left out.
-
-    Raises:
-        ValueError: no preset is left.
-    """
+    """Return a copy of the task for each preset of the same model type that takes the task's sequence length."""
     kind = task.build_config().model_type
     named = [dataclasses.replace(task, model=n, config={}) for n, it in PRESETS.items() if it["model_type"] == kind]
     length = task.length()
@@ -103,13 +93,9 @@ def _alike(task: Task) -> Sequence[Task]:
 
 
 def _leanest(search: RecipeSearch) -> Candidate:
-    """Return the recipe (techniques and a micro-batch) that needs the least memory.
-
-    It has the smallest micro-batch. It has adapters if the search allows adapters, and checkpointing if the search
-    allows checkpointing.
-    """
+    """Return the recipe (techniques and a micro-batch) that needs the least memory."""
     left = search.choices.candidates
-    for technique in (*known.ADAPTERS, known.CHECKPOINTING):
+    for technique in (*known.ADAPTERS, known.CHECKPOINTING):  # as far as the search allows them
         left = [each for each in left if technique in each.techniques] or left
     if not set(known.ADAPTERS).isdisjoint(left[0].techniques):  # few weights are trained: any optimizer is small
         left = [each for each in left if known.ADAMW in each.techniques] or left

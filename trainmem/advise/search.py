@@ -100,37 +100,25 @@ class Choices:
     def _options(
         self, names: tuple[str, ...], options: tuple[Technique | None, ...], left_out: set[Technique]
     ) -> list[Technique | None]:
-        """Return the allowed options of one choice that a recipe makes, e.g. of the optimizer.
-
-        None stands for no technique: the library's default holds. If `must` sets the choice to a value that belongs
-        to no option, None stands for that value.
+        """Return the allowed options of one choice, e.g. of the optimizer; None: no technique, the library's default.
 
         Args:
-            names: the training arguments that the choice sets; if `must` has one of them, `must` decides.
-            options: the choice's options (`recipes.QUESTIONS` has the choices, as {names: options}).
+            names: the training arguments that the choice sets.
+            options: the choice's options, see `recipes.QUESTIONS`.
             left_out: techniques that a recipe may have only if `must` sets their arguments.
-
-        Raises:
-            ValueError: `must` and `avoid` contradict each other, or `avoid` leaves nothing to choose.
         """
-        if set(names) & self.fixed.keys():
+        if set(names) & self.fixed.keys():  # `must` decides
             same = [o for o in options if o and o.arguments.items() <= self.fixed.items()]
             if clash := [option.name for option in same if option.words & self._avoided]:
                 raise ValueError(f"{clash[0]!r} is both in must and in avoid: keep one")
-            return same[:1] or [None]
+            return same[:1] or [None]  # None: `must` has a value that belongs to no option
         allowed = [each for each in options if each not in left_out and not (each and each.words & self._avoided)]
         if not allowed:
             raise ValueError(f"avoid leaves no choice for {', '.join(names)}: avoid less, or set one with must")
         return allowed
 
     def _sizes(self) -> list[int]:
-        """Return the micro-batches, in samples, that recipes may have: the allowed divisors of `samples`, ascending.
-
-        `samples` divided by a micro-batch is the number of accumulation steps. `must` may set either of the two.
-
-        Raises:
-            ValueError: sizes in `must` do not divide `samples`, or contradict `avoid`.
-        """
+        """Return the micro-batches, in samples, that recipes may have: the allowed divisors of `samples`, ascending."""
         batch, steps = self.fixed.get(MICRO_BATCH), self.fixed.get(ACCUMULATION_STEPS)
         if self._avoided & set(known.ACCUMULATION):
             steps = steps or 1
@@ -176,8 +164,7 @@ def native_precisions(machine: hardware.Machine, kind: str, capability: tuple[in
 def _named(argument: str, given: Iterable[str], spelt: Iterable[Iterable[str]]) -> set[str]:
     """Return the names in `given` as the techniques spell them, e.g. "LoRA" for "lora".
 
-    `spelt`: for each technique, the names that users may give it. An unknown name raises a ValueError, whose message
-    begins with `argument` ("avoid" or "may").
+    `argument`: "avoid" or "may", for the error; `spelt`: for each technique, the names that users may give it.
     """
     words = {word.lower(): word for word in sorted(itertools.chain(*spelt), reverse=True)}  # prefer capitals
     for name in map(str, given):
@@ -343,11 +330,8 @@ class RecipeSearch:
         return dataclasses.replace(self, task=task, estimates={}, too_large={}, _states={})
 
     def _for_thread(self) -> "RecipeSearch":
-        """Return a search for the same task, with which another thread makes estimates in advance.
-
-        The returned search has its own `estimates`, `made` and `notes`. Nothing is estimated twice, because both
-        searches have the same `ask`, a `Once` object that stores all results.
-        """
+        """Return a search for the same task, with which another thread makes estimates in advance."""
+        # Nothing is estimated twice: both searches have the same `ask`, which stores all results.
         return dataclasses.replace(self, estimates={}, too_large={}, notes=[], made=[], _states={**self._states})
 
     def line_of(self, candidate: Candidate) -> Line | None:
@@ -380,10 +364,9 @@ class RecipeSearch:
     def fits(self, candidate: Candidate) -> bool:
         """Return whether a recipe fits; make an estimate only if nothing simpler decides.
 
-        If the recipe has an estimate already, that estimate decides. If the bytes of the recipe's states (weights,
-        gradients, optimizer states) are known and exceed the memory, the recipe does not fit. For a deep model (more
-        than 24 layers), the memory is then extrapolated from shallow models. If the extrapolation leaves a doubt, or if
-        the model is not deep, a new estimate decides.
+        The first of these that leaves no doubt decides: an earlier estimate; the known bytes of the states (weights,
+        gradients, optimizer states); for a deep model (more than 24 layers), an extrapolation from shallow models; a
+        new estimate.
         """
         if candidate in self.estimates:
             return self.needed(candidate) <= self.target.room_bytes
@@ -399,10 +382,8 @@ class RecipeSearch:
         return reserved <= self.target.room_bytes or self.needed(candidate) <= self.target.room_bytes
 
     def _known_states(self, candidate: Candidate) -> float:
-        """Return the least bytes of a recipe: those of its weights, gradients, optimizer states and the CUDA context.
-
-        Return -inf if the bytes are not known, because no recipe with the same states was estimated yet.
-        """
+        """Return the least bytes of a recipe: weights, gradients, optimizer states, CUDA context; -inf: unknown."""
+        # Unknown: no recipe with the same states was estimated or traced yet.
         return self._states.get(_of_states(candidate), -math.inf) + self.target.context_bytes
 
     def estimate(self, task: Task, arguments: Mapping[str, Any]) -> MemoryEstimate:
@@ -441,21 +422,18 @@ class RecipeSearch:
         return found, at(found or sizes[0])
 
     def _largest(self, candidate: Candidate, fitting: Iterable[Candidate], found: Mapping) -> int:
-        """Return the largest micro-batch, in samples, with which a recipe fits; 0 if it fits with none.
-
-        If the recipe only adds costly techniques to a recipe in `fitting`, it must have a larger micro-batch than that
-        one (see `Ranking.only_adds_costs`); smaller micro-batches are not tried.
+        """Return the largest worthwhile micro-batch, in samples, with which a recipe fits; 0: none.
 
         Args:
             candidate: the recipe; its micro-batch is ignored.
             fitting: the recipes that are known to fit.
-            found: {techniques except the optimizer: largest micro-batch that fits with them}, from recipes with another
-                optimizer. If it has an entry for this recipe's techniques, the search starts there.
+            found: {techniques except the optimizer: largest micro-batch that fits}, of recipes with other optimizers.
         """
 
         def of(size: int) -> Candidate:
             return candidate._replace(micro_batch=size)
 
+        # A recipe that only adds costs to a fitting one is worthwhile only with a larger micro-batch.
         beaten = [other.micro_batch for other in fitting if self.ranking.only_adds_costs(candidate, other)]
         sizes = [size for size in self.choices.micro_batches if size > max(beaten, default=0)]
         if not sizes:
@@ -528,12 +506,11 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool], first: 
     Args:
         sizes: the sizes to choose from, ascending.
         fits: function of a size; if a size fits, all smaller sizes fit.
-        first: a guess, e.g. the size that fits in a similar case. The guess is tried first. If it fits, the next larger
-            size is tried. If the guess is the largest size and does not fit, the smallest size is tried, because often
-            no size fits.
+        first: a guess, e.g. the size that fits in a similar case; it is tried first.
     """
     low, high = 0, len(sizes)  # sizes below index `low` fit; those from `high` on are too large
     index = bisect_left(sizes, first)
+    # The second try is the size above the guess, or for the largest size the smallest, because often none fits.
     likely = [0, index] if index >= high - 1 else [index + 1, index]
     while low < high:
         middle = likely.pop() if likely else (low + high) // 2

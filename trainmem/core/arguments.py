@@ -258,10 +258,7 @@ class Arguments:
 
 @functools.cache
 def _declared() -> type:
-    """Return a dataclass with the fields of the installed `TrainingArguments`, read from its source code.
-
-    If the source code cannot be parsed, import `TrainingArguments` and return the class itself.
-    """
+    """Return a dataclass with the fields of the installed `TrainingArguments`, or that class itself."""
     try:
         return _read()
     except Exception:  # a release whose source is written in another way: import it
@@ -271,11 +268,7 @@ def _declared() -> type:
 
 
 def _read() -> type:
-    """Parse the source of `TrainingArguments`, and return a dataclass with the same fields.
-
-    Each field has its name, type, default and metadata, which transformers' `HfArgumentParser` uses. A default
-    that is not a literal becomes None, and metadata that are not literals are left out.
-    """
+    """Return a dataclass with the fields of `TrainingArguments`, made from the source code of that class."""
     sources = [_source(name).body for name in ("debug_utils", "trainer_utils", "training_args")]
     classes = {node.name: node for source in sources for node in source if isinstance(node, ast.ClassDef)}
     names, fields = _Names(), []
@@ -283,6 +276,7 @@ def _read() -> type:
         if any(ast.unparse(base) in ("Enum", "ExplicitEnum") for base in node.bases):
             members = {each.targets[0].id: _literal(each.value) for each in node.body if isinstance(each, ast.Assign)}
             names[name] = enum.Enum(name, members)
+    # transformers' `HfArgumentParser` uses the name, type, default and metadata of each field.
     for node in classes["TrainingArguments"].body:
         if isinstance(node, ast.AnnAssign):
             options = {option.arg: option.value for option in node.value.keywords}
@@ -295,11 +289,7 @@ def _read() -> type:
 
 
 class _Names(dict):
-    """Map each name in the type annotations of `TrainingArguments` to a type, so that the annotations can be evaluated.
-
-    This is a dictionary in which `_read` stores only enums. Looking up any other name returns the type with that name
-    in `builtins` or `typing`, or `Any` if neither has it.
-    """
+    """Map each name in the annotations of `TrainingArguments` to a type, for `eval`; `_read` stores only the enums."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, getattr(typing, name, Any))
@@ -349,10 +339,7 @@ def _kernels() -> list[str]:
 
 @functools.cache
 def _current_names() -> dict[str, str]:
-    """Return {old name of an argument: its new name}, e.g. {"no_cuda": "use_cpu"}, from the pairs in `_SYNONYMS`.
-
-    If the installed transformers does not have the new name yet, the entry is {new name: old name} instead.
-    """
+    """Return {old name: new name} of each pair in `_SYNONYMS`, or {new: old} if transformers lacks the new name."""
     return dict((old, new) if new in known() else (new, old) for old, new in _SYNONYMS)
 
 

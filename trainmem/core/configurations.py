@@ -45,11 +45,9 @@ _MOST |= {r"size$|dim|heads?$|embd|channels|d_model|d_ff|inner|positions?$|embed
 
 
 def _check_sizes(where: str, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError for a negative size, or a size far above any real model's, before a model of this size is built.
+    """Raise ValueError for a size in `fields` that is negative or far above any real model's.
 
-    Args:
-        where: the origin of the fields, for the message, e.g. "config.json".
-        fields: fields of a configuration; nested configurations are checked too.
+    `where`: the origin of the fields, for the message, e.g. "config.json".
     """
     for name, value in fields.items():
         if isinstance(value, Mapping):

@@ -199,13 +199,7 @@ def _has_any_size(config) -> bool:
 
 
 def _grid(config, image_size: int | None) -> tuple[int, int]:
-    """Return (patches in one row of an image or of one of its tiles, number of tiles).
-
-    `image_size`: height and width of the image in pixels; None: the size in the configuration.
-
-    Raises:
-        ValueError: the vision tower does not take this size.
-    """
+    """Return (patches in one row of an image or tile, number of tiles); `image_size`: pixels, None: as configured."""
     patch, (side, _) = _patch(config), sides(config, "image-text", image_size)
     if _has_any_size(config):
         unit = patch * config.vision_config.spatial_merge_size
@@ -261,7 +255,8 @@ class Data:
         per example.
 
         Raises:
-            ValueError: a family for which no data can be generated, or an unsuitable image, see `_with_images`.
+            ValueError: no data can be generated for the family; the image has an unsuitable size, too many tokens for
+                the length, or an invalid token.
         """
         import numpy as np
 
@@ -303,16 +298,11 @@ class Data:
         raise ValueError(f"no data can be generated for {self.family}")
 
     def _classes(self, draw, classes: int):
-        """Return random labels of whole examples: one class number per example, shape (examples,).
-
-        If the model scores several labels or is a regression, return floats (0 or 1), shape (examples, `classes`).
-
-        `draw`: the random generator.
-        """
+        """Return a random label per example: class numbers (examples,), or floats (examples, `classes`)."""
         kind = getattr(self.config, "problem_type", None) or ("regression" if classes == 1 else None)
         if kind not in ("multi_label_classification", "regression"):
             return draw.integers(0, classes, self.size)
-        return draw.integers(0, 2, (self.size, classes)).astype("float32")
+        return draw.integers(0, 2, (self.size, classes)).astype("float32")  # several labels, or a regression
 
     def _vocabulary(self) -> int:
         return getattr(text_of(self.config), "vocab_size", None) or getattr(self.config, "vocab_size", None) or 1000
@@ -321,10 +311,7 @@ class Data:
         return min(100, self._vocabulary() // 4)  # above the special tokens
 
     def _ids(self, draw, learnable: bool):
-        """Return token ids of shape (examples, length), without image tokens.
-
-        `draw`: the random generator (numpy) that draws the ids. `learnable`: draw from at most 32 distinct ids.
-        """
+        """Return random token ids (examples, length), none of an image; `learnable`: of at most 32 distinct ids."""
         first = self._first()
         last = first + 32 if learnable else self._vocabulary()
         ids = draw.integers(first, min(last, self._vocabulary()), (self.size, self.length))
@@ -338,13 +325,10 @@ class Data:
         return ids
 
     def _ended(self, ids):
-        """Return token ids of shape (examples, length) in which only the last id of each example is the end token.
-
-        Only encoder-decoder models search for this token. For other models, the ids are returned unchanged.
-        """
+        """Return `ids` (examples, length), in which only the last id of each example is the end token."""
         end = getattr(self.config, "eos_token_id", None)
         if not isinstance(end, int) or not getattr(self.config, "is_encoder_decoder", False):
-            return ids
+            return ids  # only encoder-decoder models search for the end token
         ids[ids == end] = end - 1 if end else 1
         lengths = self.task.lengths
         ends = [length - 1 for length in lengths] if len(lengths) == len(ids) else [-1] * len(ids)
@@ -378,15 +362,9 @@ class Data:
         return {"labels": [{"class_labels": a, "boxes": b} for a, b in zip(kinds, boxes, strict=True)]}
 
     def _with_images(self, draw, ids) -> dict[str, Any]:
-        """Return {column: array} for sequences, each of which begins with one image; the image's tokens have no labels.
+        """Return {column: array} of sequences with one image each; the image's tokens have no labels.
 
-        Args:
-            draw: the random generator.
-            ids: token ids (examples, length); the image's tokens overwrite those at the beginning.
-
-        Raises:
-            ValueError: the vision tower does not take the image's size, the image has too many tokens for the length,
-                or the configuration's image token is invalid.
+        `ids`: token ids (examples, length); the image's tokens overwrite those after the first.
         """
         import numpy as np
 
@@ -463,10 +441,9 @@ def with_objective(kind: type, objective: str) -> type:
 
 
 class _Contrastive:
-    """Compute a loss that pulls the two embeddings of a pair together and pushes embeddings of different pairs apart.
+    """Compute the contrastive loss of sentence-transformers' MultipleNegativesRankingLoss over pairs of texts.
 
-    Inputs are token ids and attention masks of both texts of each pair, (pairs, length). An embedding is the mean over
-    tokens. Source: sentence-transformers' MultipleNegativesRankingLoss.
+    Inputs are token ids and attention masks of both texts of each pair, (pairs, length).
     """
 
     def forward(self, input_ids, attention_mask, pair_input_ids, pair_attention_mask, **_):
@@ -476,17 +453,14 @@ class _Contrastive:
         for ids, mask in ((input_ids, attention_mask), (pair_input_ids, pair_attention_mask)):
             states = super().forward(input_ids=ids, attention_mask=mask).last_hidden_state
             mask = mask.unsqueeze(-1).expand(states.size()).to(states.dtype)
-            vectors.append(torch.sum(states * mask, 1) / torch.clamp(mask.sum(1), min=1e-9))
+            vectors.append(torch.sum(states * mask, 1) / torch.clamp(mask.sum(1), min=1e-9))  # mean over tokens
         first, second = (torch.nn.functional.normalize(each, p=2, dim=1) for each in vectors)
         scores = 20.0 * torch.mm(first, second.transpose(0, 1))
         return {"loss": torch.nn.functional.cross_entropy(scores, torch.arange(len(scores), device=scores.device))}
 
 
 class _Preference:
-    """Compute the loss of TRL's RewardTrainer over pairs of answers, of which the first is the better one.
-
-    Inputs are token ids and attention masks of (pairs, 2, length).
-    """
+    """Compute the loss of TRL's RewardTrainer from ids and masks (pairs, 2, length), the better answer first."""
 
     def forward(self, input_ids, attention_mask, **_):
         import torch

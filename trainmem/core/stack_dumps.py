@@ -61,9 +61,7 @@ def query(folder: str, group: int, seconds: float = 2) -> dict[int, list[FrameSu
 
 
 def _main_thread(text: str, ident: int) -> list[FrameSummary]:
-    """Return the frames of the thread `ident` in `text`, a dump of stacks by faulthandler; [] if its stack is not
-    completely written yet.
-    """
+    """Return the frames of thread `ident` in faulthandler's dump `text`; [] if they are not all written yet."""
     for part in text.split("hread 0x")[1:]:  # "Thread 0x..." and "Current thread 0x..."
         head, _, lines = part.partition("\n")
         if int(re.match(r"[0-9a-f]+", head)[0], 16) == ident and re.search(r" in <module>\n|^  \.\.\.\n", lines, re.M):
@@ -80,10 +78,7 @@ def described(ranks: dict[int, list[FrameSummary]]) -> str:
 
 
 def _place(frames: list[FrameSummary]) -> str:
-    """Return a text that names the collective operation in which a rank waits, and the user's line that called it.
-
-    `frames`: the rank's stack, innermost frame first.
-    """
+    """Return a rank's collective operation, and the user's line that called it, as text; `frames`: innermost first."""
     if not any(_is_of_worker(frame, "_rank") for frame in frames):
         return "has ended"
     inner = [*itertools.takewhile(lambda frame: not _is_of_worker(frame, "_execute"), frames)]

@@ -313,10 +313,7 @@ class CachingAllocator:
         return [segment for _, head in heads for segment in segment_runs(head, self._expands)]
 
     def _divided(self, size: int) -> int:
-        """Return the bytes of the block that holds `size` bytes under the option `roundup_power2_divisions`.
-
-        Source: torch's roundup_power2_next_division.
-        """
+        """Return a block's bytes under `roundup_power2_divisions` (torch: roundup_power2_next_division)."""
         steps = self._divisions[min(max(size.bit_length() - 21, 0), 15)]
         if steps <= 1 or size <= BLOCK_BYTES * steps:
             return rounded(size)
@@ -324,10 +321,7 @@ class CachingAllocator:
         return next_multiple(size, step)
 
     def _cached(self, pool: Pool, size: int) -> Part | None:
-        """Take the smallest free block of at least `size` bytes out of `pool` and return it.
-
-        Return None if no block suffices (torch: get_free_block).
-        """
+        """Take the smallest free block for `size` bytes out of `pool`; None: no block fits (torch: get_free_block)."""
         free = pool.free
         index = bisect.bisect_left(free, (size,))
         if index == len(free):
@@ -341,14 +335,7 @@ class CachingAllocator:
         return free.pop(index)[-1]
 
     def _new(self, pool: Pool, size: int, requested: int) -> Part:
-        """Take memory from the device for `pool`, and return a block of `size` bytes in it.
-
-        This is the part of torch's malloc that runs if no cached block fits.
-        `requested`: bytes before rounding.
-
-        Raises:
-            OutOfMemory: there is no room, even after the cache has been freed.
-        """
+        """Return a block of `size` bytes in memory taken from the device (torch: malloc, if no cached block fits)."""
         block = self._taken(pool, size)
         if block is None and self._max_split != UNLIMITED and self._released_enough(pool, size):
             block = self._taken(pool, size)
@@ -382,12 +369,9 @@ class CachingAllocator:
         return self._is_new(block)
 
     def _is_new(self, block: Part) -> Part:
-        """Give a block the number that torch gives to a newly created Block object, and return the block.
-
-        The number may decide which of several free blocks of one size is taken first.
-        """
+        """Give a block the number of a newly created Block object of torch, and return the block."""
         self._made += 1
-        block.age = self._made
+        block.age = self._made  # may decide which free block of one size is taken first, see `Pool`
         return block
 
     def _reserve(self, size: int, device_bytes: int) -> None:
@@ -404,19 +388,15 @@ class CachingAllocator:
         self._on_event("segment_free", block.address, block.size)
 
     def _released_enough(self, pool: Pool, size: int) -> bool:
-        """Release cached blocks of `pool` until enough bytes have been freed; return whether that succeeded.
-
-        Enough is `size` or max_split_size_mb, whichever is larger. If one block has enough bytes, the smallest such
-        block is released. Otherwise blocks of at least max_split_size_mb are released, largest first. With expandable
-        segments nothing is released (torch: release_available_cached_blocks).
-        """
+        """Release enough free blocks; return whether that succeeded (torch: release_available_cached_blocks)."""
         if self._expands:
             return False
         wanted, released = max(size, self._max_split), 0
         index = bisect.bisect_left(pool.free, (wanted,))
-        if index < len(pool.free):
+        if index < len(pool.free):  # the smallest block that has enough bytes
             self._release(pool.free[index][-1])
             return True
+        # Otherwise blocks of at least max_split_size_mb, the largest first.
         while released < wanted and pool.free and pool.free[-1][0] >= self._max_split:
             released += pool.free[-1][0]
             self._release(pool.free[-1][-1])
@@ -425,12 +405,8 @@ class CachingAllocator:
     # ---- expandable segments: addresses are reserved once, and memory is mapped to them page by page
 
     def _expanded(self, pool: Pool, size: int) -> Part | None:
-        """Return a free block of `pool`, grown to `size` bytes; None if there is no room.
-
-        If `size` exceeds the address range of one segment, also return None. In this case torch 2.15 and later take no
-        segment. Older releases take a new segment, and map all of it if there is room (torch:
-        try_allocate_expandable_block).
-        """
+        """Return a free block, grown to `size` bytes; None: no room (torch: try_allocate_expandable_block)."""
+        # Too large for a segment: torch >= 2.15 takes none; older ones take one, and map all of it if there is room.
         if self._refuses_early and size > self._space[pool.page]:
             return None
         block = self._expandable(pool, size)
@@ -443,11 +419,8 @@ class CachingAllocator:
         return block
 
     def _expandable(self, pool: Pool, size: int) -> Part:
-        """Return the free block of `pool` with the lowest address that can grow to `size` bytes.
-
-        If there is none, return the block of a new segment (torch: find_expandable_block).
-        """
-        for _, block in pool.unmapped:
+        """Return the first free block that can grow to `size` bytes, or a new one (torch: find_expandable_block)."""
+        for _, block in pool.unmapped:  # the lowest address first
             if block.previous is not None and block.previous.is_free:
                 block = block.previous
             reach, part = 0, block
@@ -462,10 +435,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Part, size: int) -> Part | None:
-        """Map memory to the first `size` bytes of an unmapped block; return the free block that holds these bytes.
-
-        Return None if there is no room (torch: map_block).
-        """
+        """Map the first `size` bytes of an unmapped block; return the free block, None: no room (torch: map_block)."""
         page = block.pool.page
         size = next_multiple(size, page)
         if self._device_bytes + size > self._capacity:

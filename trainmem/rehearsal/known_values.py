@@ -130,11 +130,9 @@ class Values(TorchFunctionMode):
             copied.is_known = False
 
     def _noted(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Return a tensor's storage if this object has noted whether its values are known; otherwise return None.
-
-        A note about an earlier storage, which was freed and had the same address, is ignored.
-        """
+        """Return a tensor's storage, or None if this object has no note about this storage."""
         storage = self._storages.get(address_of(tensor))
+        # A note may be about an earlier storage, which was freed and had the same address.
         return storage if storage is not None and storage._cdata == tensor.untyped_storage()._cdata else None
 
     def _remember(self, tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -171,7 +169,7 @@ class Values(TorchFunctionMode):
             device = args[0].device if args[0].is_cuda else torch.device("cuda")
             return self.__torch_function__(torch.Tensor.to, types, (args[0], device, kind.dtype))
         leaves = tree_leaves((args, kwargs))
-        given = tensors_of(leaves)
+        given = tensors_of(leaves)  # the tensors among the arguments
         if name in ("embedding", "embedding_bag") and kwargs.get("sparse") and len(given) > 1 and given[1].is_cuda:
             self._embeddings.append((weakref.ref(given[1]), given[0].numel(), self.is_known(given[0])))
         if any(isinstance(leaf, Unknown) for leaf in leaves) and name not in _READS:
@@ -207,16 +205,7 @@ class Values(TorchFunctionMode):
         return made
 
     def _run(self, function, args, kwargs, given):
-        """Call a function that may need a CUDA library that a rehearsal does not support.
-
-        If this object assumes values, the function is called again after the process's first error of a CUDA library.
-        From this error on, the stub CUDA runtime accepts calls of cuFFT and cuSPARSE, as if they needed no workspace.
-        After each later error of a CUDA library, e.g. of cuSOLVER, the function's result is a tensor of the right shape
-        without values.
-
-        Args:
-            function, args, kwargs: the function, e.g. `torch.linalg.qr`, and its arguments.
-            given: the tensors among the arguments.
+        """Return the result of a function that may need a CUDA library, which a rehearsal does not support.
 
         Raises:
             NeedsLibrary: values are not assumed, a gradient will be needed, or the result's shape is not known.
@@ -232,41 +221,24 @@ class Values(TorchFunctionMode):
             if not self.assumes:
                 raise explained(error) from error
         self.answers[LIBRARIES] += 1
+        # First error of the process: from now on the stub runtime accepts cuFFT and cuSPARSE, as if without workspace.
         if "REHEARSAL_LIBRARIES" not in os.environ:
             os.environ["REHEARSAL_LIBRARIES"] = "1"
             return self._run(function, args, kwargs, given)
         if (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)) or not given:
             raise NeedsLibrary(why)
-        return shaped(function, args, kwargs, why)
+        return shaped(function, args, kwargs, why)  # each later error, e.g. of cuSOLVER: no values
 
     def _note_arrivals(self, function, name, args, kwargs, given, made) -> None:
-        """Compute the small device tensors that a function made from arguments on the host, and note them as known.
-
-        A result is computed in two cases. (1) The call has exactly one tensor argument, and the result has the same
-        shape: such a call copies the argument to the device. (2) The call has no tensor argument and creates a tensor,
-        e.g. `ones`. Other results stay unknown.
-
-        Args:
-            function, args, kwargs: the function that was called, and its arguments.
-            name: the function's name, e.g. "to".
-            given: the tensors among the arguments, all on the host.
-            made: what the function returned.
-        """
+        """Compute the small device tensors that a function made from host arguments, and note them as known."""
         for tensor in tensors_of(made):
-            copied = len(given) == 1 and given[0].shape == tensor.shape
+            copied = len(given) == 1 and given[0].shape == tensor.shape  # such a call copies to the device
             known = tensor.is_cuda and is_small(tensor, name) and (copied or (name in FACTORIES and not given))
             if known and compute(function, args, kwargs, [tensor]):
                 self.mark(True, tensor)
 
     def _note_results(self, function, name, args, kwargs, given, made) -> None:
-        """Compute the results of an operation if their values can be known, and note which results are known.
-
-        Args:
-            function, args, kwargs: the operation that was called, and its arguments.
-            name: the operation's name, e.g. "add_".
-            given: the tensors among the arguments.
-            made: what the operation returned.
-        """
+        """Compute those results of an operation whose values can be known, and note which results are known."""
         results = tensors_of(made)
         if not results and name != "__setitem__":
             return
@@ -348,28 +320,15 @@ class Values(TorchFunctionMode):
         raise NeedsValues(WHY)
 
     def _passing(self, frame: FrameType) -> bool | None:
-        """Return the truth value that passes the check, e.g. `assert x`, that `frame` makes now (see `passing_answer`).
-
-        Count the check in `answers`. Return None if `frame` makes no check now. If this object does not assume values
-        (`assumes=False`), return None also if the code of `frame` is not a library's.
-        """
-        if not self.assumes and not is_library(frame.f_code.co_filename):
+        """Return the truth value passing the check that `frame` makes now, and count the check; None: no check."""
+        if not self.assumes and not is_library(frame.f_code.co_filename):  # a check of the program itself
             return None
         if (passing := passing_answer(frame)) is not None:
             self.answers[CHECKS] += 1
         return passing
 
     def _answer(self, function, name, args, kwargs):
-        """Return the assumed result of a function that reads an unknown value, and count the assumption in `answers`.
-
-        A comparison of tensors returns False. Other functions read 1 from a floating-point tensor, 0 from a tensor of
-        whole numbers, and False from a mask. Call this method only if the object was made with `assumes=True`.
-
-        Args:
-            function: the torch function that reads, e.g. `torch.Tensor.item`.
-            name: the function's name, e.g. "item".
-            args, kwargs: the function's arguments; the first is a tensor.
-        """
+        """Return the assumed result of a function that reads an unknown value; count the assumption in `answers`."""
         tensor, is_float = args[0], args[0].dtype not in EXACT
         if name in _COMPARES:
             self.answers["comparisons of tensors, false"] += 1
@@ -391,27 +350,18 @@ class Values(TorchFunctionMode):
         return torch.full((), tensor.dtype not in EXACT, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
     def _choose(self, name: str, args: tuple, kwargs: dict, made: torch.Tensor, caller: str) -> bool:
-        """Write assumed values into a function's result, if it is a mask or positions; return whether this was done.
+        """Write assumed values into the result `made` if it is a mask or positions; return whether this was done.
 
-        The function was called with unknown values. All later reads of its result get these values: False for a mask;
-        0, 1, 2 and so on for positions from a function that sorts or samples (`topk`, `multinomial`); 0 for other
-        positions. A token that transformers generates is from the middle of the vocabulary, because the first tokens
-        have special meanings, such as padding. Nothing is written if `made` is empty, has more than `LARGEST` elements,
-        or is neither boolean nor of whole numbers with 16, 32 or 64 bits.
-
-        Args:
-            name, args, kwargs: the function's name, e.g. "topk", and its arguments.
-            made: the function's result.
-            caller: name of the module that calls the function.
+        `name`: the function's name, e.g. "topk"; `caller`: the name of the module that calls the function.
         """
         if made.dtype not in _CHOICES or not 0 < made.numel() <= LARGEST:
             return False
-        chosen: torch.Tensor | int = 0
+        chosen: torch.Tensor | int = 0  # False in a mask
         bound = args[1] if len(args) == 2 and name.strip("_") in _COMPARISONS else None
         if isinstance(bound, float) and math.isinf(bound):  # unknown numbers are finite
             self.fill(made, getattr(torch.tensor(1.0, device="cpu"), name)(bound))
             return True
-        if name in _IN_ORDER and made.dim():
+        if name in _IN_ORDER and made.dim():  # it sorts or samples: positions 0, 1, 2 and so on
             place = _IN_ORDER[name]
             dim = kwargs.get("dim", args[place] if place and len(args) > place else -1)
             count = args[0].shape[dim] if args else made.shape[dim]
@@ -419,6 +369,7 @@ class Values(TorchFunctionMode):
                 [-1, *[1] * (made.dim() - 1 - dim % made.dim())]
             )
         kind = "masks of a comparison, false" if made.dtype == torch.bool else "positions chosen, the first"
+        # The first tokens have special meanings, such as padding.
         if name in ("argmax", "multinomial") and caller == "transformers.generation.utils":
             chosen, kind = chosen + args[0].shape[-1] // 2, "tokens generated, one in the middle of the vocabulary"
         self.answers[kind] += 1
@@ -426,17 +377,7 @@ class Values(TorchFunctionMode):
         return True
 
     def _sized_by_values(self, function, args, kwargs, given):
-        """Call a function whose result has a size that depends on values; return the result on the device.
-
-        Usually the result is computed on the CPU and then moved to the device.
-
-        Args:
-            function, args, kwargs: the function that was called, e.g. `torch.unique`, and its arguments.
-            given: the tensors among the arguments.
-
-        Raises:
-            NeedsValues: the values are unknown, and this object does not assume values (`assumes=False`).
-        """
+        """Return the result, on the device, of a function whose result's size depends on values, e.g. `unique`."""
         if all(map(self.is_known, given)):
             device = next(tensor.device for tensor in given if tensor.is_cuda)
             made = on_cpu(function, args, kwargs)
@@ -510,13 +451,11 @@ def _is_sized_by_values(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def is_small(tensor: torch.Tensor, made_by: str, given: Sequence[torch.Tensor] = ()) -> bool:
-    """Return whether a tensor has few enough elements to be computed.
+    """Return whether a tensor has few enough elements to be computed: `LARGEST`, or `LARGEST_FLOAT` for floats.
 
-    The limit is `LARGEST` elements for whole numbers and booleans, and `LARGEST_FLOAT` for floats. A float tensor that
-    may be a mask (stored as floats) has the limit `LARGEST`, too. There are two such cases: the function named
-    `made_by` gives all elements one value, e.g. `zeros`; or one of the tensors `given`, from which the float tensor is
-    made, holds whole numbers or booleans.
+    `made_by`: name of the function that made the tensor; `given`: the tensors from which it was made.
     """
+    # Floats may be a mask, too, if all have one value, or if they are made from whole numbers or booleans.
     is_mask = tensor.dtype in EXACT or made_by in _OF_ONE_VALUE or any(each.dtype in EXACT for each in given)
     return tensor.numel() <= (LARGEST if is_mask else LARGEST_FLOAT)
 

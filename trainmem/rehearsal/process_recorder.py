@@ -183,16 +183,15 @@ class Recorder:
 def described(error: BaseException) -> dict[str, str]:
     """Return {"kind": e.g. "out of memory", "message": text of the error, "line": the program's line that failed}.
 
-    Search `error` and the errors that caused it, in this order, for a class in `KINDS`, and describe the first error
-    found. If there is none, describe `error`, with the kind "failed". "line" is a text made by `_line`. An error of
-    `torch.multiprocessing.spawn` has the traceback of another process as its message; kind and line are then read from
-    this traceback.
+    The described error is the first of a class in `KINDS` among `error` and its causes, or else `error` itself, with
+    the kind "failed". "line" is a text made by `_line`.
     """
     chain, cause = [], error
     while cause is not None and not any(cause is each for each in chain):
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
     kinds = [(each, kind) for each in chain for of, kind in KINDS.items() if isinstance(each, of)]
+    # The message of an error of `torch.multiprocessing.spawn` is the traceback of another process.
     kinds += [(each, kind) for each in chain for of, kind in KINDS.items() if f"{of.__name__}: " in str(each)]
     kinds += [(each, KINDS[NeedsLibrary]) for each in chain if "not answered in a rehearsal" in str(each)]
     cause, kind = kinds[0] if kinds else (error, "failed")
@@ -211,12 +210,9 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n\s+(.+)')
 
 
 def _line(frames: list[traceback.FrameSummary]) -> str:
-    """Return the innermost line that does not belong to a library, as "file, line N, in function: code".
-
-    If all lines belong to libraries, return the innermost line outside of torch and this package; if all lines belong
-    to these two, return "". `frames`: the stack of calls, innermost first.
-    """
+    """Return the program's innermost line as "file, line N, in function: code"; `frames`: innermost first."""
     own = (frame for frame in frames if not stack_dumps.is_library(frame.filename))
+    # If all lines belong to libraries: the innermost one outside of torch and this package.
     frame = next(own, None) or next((frame for frame in frames if not _is_below(frame.filename)), None)
     return f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" if frame else ""
 
