@@ -221,7 +221,7 @@ class Values(TorchFunctionMode):
             if not self.assumes:
                 raise explained(error) from error
         self.answers[LIBRARIES] += 1
-        # First error of the process: from now on the stub runtime accepts cuFFT and cuSPARSE, as if without workspace.
+        # First such error: from now on the stub runtime accepts cuFFT and cuSPARSE, as if without workspace.
         if "REHEARSAL_LIBRARIES" not in os.environ:
             os.environ["REHEARSAL_LIBRARIES"] = "1"
             return self._run(function, args, kwargs, given)
@@ -377,7 +377,7 @@ class Values(TorchFunctionMode):
         return True
 
     def _sized_by_values(self, function, args, kwargs, given):
-        """Return the result, on the device, of a function whose result's size depends on values, e.g. `unique`."""
+        """Return the result, on the arguments' device, of a function whose result's size depends on values, e.g. `unique`."""
         if all(map(self.is_known, given)):
             device = next(tensor.device for tensor in given if tensor.is_cuda)
             made = on_cpu(function, args, kwargs)
