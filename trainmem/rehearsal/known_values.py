@@ -377,7 +377,7 @@ class Values(TorchFunctionMode):
         return True
 
     def _sized_by_values(self, function, args, kwargs, given):
-        """Return the result, on the arguments' device, of a function whose result's size depends on values, e.g. `unique`."""
+        """Return the result, on the arguments' device, of a function whose result size depends on values."""
         if all(map(self.is_known, given)):
             device = next(tensor.device for tensor in given if tensor.is_cuda)
             made = on_cpu(function, args, kwargs)
