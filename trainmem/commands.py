@@ -341,12 +341,8 @@ def advise(
 
 @contextlib.contextmanager
 def _rehearsing() -> Iterator[None]:
-    """Turn a RuntimeError of a rehearsal into a ValueError.
-
-    The RuntimeError says that this machine cannot rehearse, or that the code reads a tensor's values, which a rehearsal
-    does not compute.
-    """
+    """Turn a RuntimeError of a rehearsal (which computes no values) into a ValueError."""
     try:
         yield
-    except RuntimeError as error:
+    except RuntimeError as error:  # this machine cannot rehearse, or the code reads a tensor's values
         raise ValueError(f"cannot be rehearsed: {error}") from error

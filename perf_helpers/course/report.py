@@ -89,10 +89,7 @@ def lesson_page(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _cases(data: dict[str, Any]) -> list[Case]:
-    """Return the JUnit test cases of results.json (`data`), one per lesson and one per claim.
-
-    A claim's case fails if the verdict is unexpected, and is skipped if this machine cannot test the claim.
-    """
+    """Return the JUnit test cases of results.json (`data`), one per lesson and one per claim."""
     cases = []
     for lesson in data["lessons"]:
         outcome = {"ok": None, "failed": "failure"}.get(lesson["status"], "error")

@@ -278,11 +278,11 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str | None, str | None, str | None]:
 
 
 def _in_nvml(gpu: Gpu, ask) -> tuple[str, Any]:
-    """Return (UUID, NVML handle) of a GPU, or of the MIG slice that CUDA shows as a GPU.
+    """Return (UUID, NVML handle) of a GPU; the handle is None if NVML does not know the GPU.
 
-    The handle is None if NVML does not know the GPU. `ask`: the function that queries NVML, as `nvml` yields it.
+    `ask`: the function that queries NVML, as yielded by `nvml`.
     """
-    for uuid in (gpu.uuid, f"MIG-{gpu.uuid[4:]}"):
+    for uuid in (gpu.uuid, f"MIG-{gpu.uuid[4:]}"):  # CUDA shows a MIG slice as a GPU
         if handle := ask("nvmlDeviceGetHandleByUUID", uuid):
             return uuid, handle
     return gpu.uuid, None
@@ -386,7 +386,7 @@ def read_cpu() -> tuple[str | None, tuple[str, ...] | None]:
 def parse_cpu(text: str) -> tuple[str | None, tuple[str, ...] | None]:
     """Return (the CPU's short name, the features in `CPU_FEATURES` that it has); each is None if `text` lacks it.
 
-    `text`: the content of /proc/cpuinfo on x86 or Arm, or the output of macOS's sysctl. On Arm it may have a part
+    `text`: the content of /proc/cpuinfo on x86 or Arm, or the output of macOS's sysctl. On Arm the text may have a part
     number instead of a name: `ARM_CORES` translates it.
     """
     facts: dict[str, str] = {}
@@ -439,7 +439,7 @@ def read(path: Path) -> str:
 def number(*paths: Path) -> int | None:
     """Return the first word of the first existing file in `paths` as a whole number.
 
-    Return None if no file exists, or if it says that there is no limit: "max", -1, or 2**63 in cgroup v1.
+    Return None if no file exists, or if the word means that there is no limit: "max", -1, or 2**63 in cgroup v1.
     """
     word = next((text.split()[0] for path in paths if (text := read(path))), "")
     return int(word) if word.isdigit() and int(word) < 2**60 else None

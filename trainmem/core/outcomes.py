@@ -50,7 +50,7 @@ class Outcome:
     def joined(self, later: "Outcome") -> "Outcome":
         """Return a copy of this outcome with the fields of `later`, except those that are None in `later`.
 
-        Both are outcomes of the same experiment. If both have `ranks`, these are joined rank by rank.
+        Both are outcomes of the same experiment. If both have `ranks`, the outcomes in `ranks` are joined rank by rank.
         """
         figures = {field.name: getattr(later, field.name) for field in dataclasses.fields(later)}
         known = {name: value for name, value in figures.items() if value is not None}
@@ -82,34 +82,25 @@ def failed(error: BaseException) -> Outcome:
 
 
 def _where(error: BaseException) -> str:
-    """Return where an exception was raised as text in brackets, e.g. " (line 3 of train)"; "" if it has no traceback.
-
-    The text names the innermost line of the user's code and its function. It does not name the file, because the file
-    of a notebook's cell has only a number as its name. If no line is the user's, the text names the innermost line of
-    all and its file.
-    """
+    """Return the user's line that led to an exception, e.g. " (line 3 of train)"; "" without a traceback."""
     frames = _frames(error)
     if not frames:
         return ""
     own = next((frame for frame in reversed(frames) if not stack_dumps.is_library(frame.filename)), None)
-    if own:
+    if own:  # without the file: that of a notebook's cell has only a number as its name
         return f" (line {own.lineno} of {own.name})"
     return f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})"
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an exception's traceback, outermost first.
-
-    The outermost frame of a `__torch_dispatch__` and all frames inside it are left out: they belong to the code that
-    tracks operations. If the exception comes from a subprocess of a `concurrent.futures` executor, only the frames in
-    that subprocess are returned, parsed from the text of the traceback that the executor sends.
-    """
+    """Return the frames of an exception's traceback, outermost first, without the code that tracks operations."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(text := getattr(error.__cause__, "tb", None), str):  # by `concurrent.futures`
+        # A subprocess sends its traceback as text.
         lines = _FRAME.findall(text.rpartition("Traceback (most recent call last)")[2])  # the last of a chain
         frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in lines]
     own = next((n for n, frame in enumerate(frames) if n and frame.name == "__torch_dispatch__"), None)
-    return frames[:own]
+    return frames[:own]  # frames inside `__torch_dispatch__` belong to the code that tracks operations
 
 
 def oom_kills() -> int:
@@ -143,7 +134,7 @@ _TOO_LONG = re.compile(r"preamble\.length <= \S*nbytes\.? (\d+) vs (\d+)")
 
 
 def explained(outcome: Outcome, errors: str) -> Outcome:
-    """Return the outcome; if a known cause is found, return a copy whose message also names this cause and a remedy.
+    """Return the outcome, and add the cause and a remedy to the message if the cause is known.
 
     Known causes are a full /dev/shm, and ranks that send tensors of different sizes through gloo.
 

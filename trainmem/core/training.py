@@ -86,8 +86,7 @@ class Experiment:
     def metered_steps(self) -> int:
         """Number of optimizer steps, or of passes in inference, that the memory meter and the estimate cover.
 
-        The number is two. If the task gives each sample's length (`Task.lengths`), the number of steps is at least two
-        and enough for all samples.
+        At least two, and enough for all samples of a training if the task gives their lengths (`Task.lengths`).
         """
         unequal = self.training and not self.function and self.task.lengths
         return max(2, -(-len(self.task.lengths) // self.samples_per_step)) if unequal else 2
@@ -96,10 +95,9 @@ class Experiment:
     def steps_on_a_gpu(self) -> int:
         """Number of optimizer steps to run on a GPU.
 
-        A training by the Trainer on examples of equal length runs three steps, or `max_steps` if that is smaller. Three
-        suffice, because the allocator's free blocks differ between the second and the third step, but not later. Any
-        other experiment runs `metered_steps`.
+        At most three for a training by the Trainer on examples of equal length; `metered_steps` for other experiments.
         """
+        # Three suffice: the allocator's free blocks differ between the second and the third step, but not later.
         alike = self.training and not self.function and not self.task.lengths
         return min(self.arguments.get("max_steps", 3), 3) if alike else self.metered_steps
 
@@ -215,22 +213,16 @@ def train(experiment: Experiment, folder: str, steps: int, keep_losses: bool = T
 
 
 def _with_decoder_inputs(examples: list[dict], model, collator: Callable) -> dict[str, Any]:
-    """Return a batch with `decoder_input_ids`, as `DataCollatorForSeq2Seq(model=model)` does.
-
-    A model makes `decoder_input_ids` from the labels. With label smoothing, however, the Trainer removes the labels
-    from the batch before it calls the model.
-    """
+    """Return a batch with `decoder_input_ids`, as `DataCollatorForSeq2Seq(model=model)` does."""
     batch = collator(examples)
+    # Otherwise the model makes them from the labels, which the Trainer removes first if it smooths labels.
     return {**batch, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])}
 
 
 def _built(experiment: Experiment, device: Any, args: Any = None):
-    """Build the model and return it: quantized, frozen, and with adapters, as the experiment's arguments request.
-
-    A model that is quantized, or that does not train, is returned on `device`. The Trainer moves any other model.
+    """Return the experiment's model: quantized, frozen and with adapters, as the arguments request.
 
     Args:
-        device: the device that the experiment uses.
         args: the Trainer's `TrainingArguments`; None: the model does not train.
 
     Raises:
@@ -255,6 +247,7 @@ def _built(experiment: Experiment, device: Any, args: Any = None):
     adapters.freeze(model, wanted.get("freeze") or "")
     if wanted.get("peft") is not None:
         model = adapters.adapted(model, wanted["peft"], task.family(), generates=bool(arguments.generation))
+    # A quantized model is on the device already; the Trainer moves any other model that it trains.
     return model if args or quantization else model.to(device)
 
 
@@ -317,9 +310,6 @@ def _check_room(task: Task, new: int) -> None:
 def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
     """Call `generate` with greedy or beam search for exactly `max_new_tokens` tokens.
 
-    The search never ends early, whatever the model computes, so that the search can be traced on fake tensors.
-    `generate` does not compile the model.
-
     Args:
         model: a model that can generate; its settings for generation are changed.
         prompts: token ids, (samples, length).
@@ -327,6 +317,7 @@ def _write(model, prompts, *, max_new_tokens: int, **options) -> None:
     """
     writer = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's models delegate generate
     tokens, ask_beams = iter(range(max_new_tokens)), type(writer)._beam_search_has_unfinished_sequences
+    # Neither search ends early, whatever the model computes: both can be traced on fake tensors.
     writer._has_unfinished_sequences = lambda *_, **__: next(tokens, None) is not None
     writer._beam_search_has_unfinished_sequences = lambda *args, **rest: ask_beams(*args, **rest) is not None
     model.generation_config.eos_token_id = None

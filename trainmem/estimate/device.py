@@ -119,8 +119,7 @@ class DeviceTracker(FakeTracker):
     def _replacements(self, optim: str) -> Iterator[tuple[Any, str, Callable]]:
         """Yield (owner, name, replacement) for each library function that `emulated` replaces.
 
-        `owner`: the module or class that holds the function; `name`: the function's name in it. `optim`: the name of
-        the Trainer's optimizer.
+        `owner`: the module or class that holds the function; `optim`: the name of the Trainer's optimizer.
         """
         yield from fake_casts(self)
         yield torch.nn.Module, "cuda", lambda module, *_, **__: self.send_module(module)
@@ -157,37 +156,28 @@ class DeviceTracker(FakeTracker):
             return plain(*args, **kwargs)
 
     def _add_adapters(self, plain, *args, **kwargs):
-        """Let peft's function `plain` add adapters on the device of the base model's weights.
-
-        When adapters are added, a quantized base model is on the GPU; other base models are still on the host.
-        """
+        """Let peft's function `plain` add adapters on the device of the base model's weights."""
+        # A quantized base model is on the GPU by then; other base models are still on the host.
         with patch.object(self, "_adapter_base", self.weights):
             return plain(*args, **kwargs)
 
     def _move_adapter(self, plain, layer, *args, **kwargs):
-        """Let peft's function `plain` move an adapter to the device of its base layer.
-
-        If this device is the GPU, mark AdaLoRA's `ranknum` as trainable. In a real move, peft copies `ranknum`, and its
-        copy is trainable. `layer`: the layer that has the adapter.
-        """
+        """Let peft's function `plain` move the adapter of `layer` to the device of the base layer."""
         plain(layer, *args, **kwargs)
         weight = getattr(layer.get_base_layer(), "weight", None)  # SHADOW's base is a whole block: nothing moves
         if weight is not None and self.is_on_device(weight):
             for name in layer.other_param_names:
                 if isinstance(kept := getattr(layer, name, None), torch.nn.ParameterDict):
-                    kept.requires_grad_(True)
+                    kept.requires_grad_(True)  # AdaLoRA's `ranknum`: in a real move peft makes a trainable copy
 
     def placing(self, paged: bool) -> contextlib.AbstractContextManager:
-        """Return a context: if `paged`, new tensors are in memory that the driver pages to the host; else as usual."""
+        """Return a context in which new tensors, if `paged`, are in memory that the driver pages to the host."""
         return patch.object(self, "_forced", Placement.NEITHER if paged else None)
 
     def send_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Send a module's parameters and buffers to the device, in the order of `Module._apply`, and return the module.
-
-        An adapter whose base model is on the host stays on the host.
-        """
+        """Send a module's parameters and buffers to the device, in the order of `Module._apply`; return the module."""
         if self._adapter_base is Placement.HOST:
-            return module  # an adapter stays with its base
+            return module  # an adapter stays on the host with its base model
         self.weights = Placement.DEVICE
         for child in module.children():
             self.send_module(child)
@@ -307,16 +297,12 @@ class DeviceTracker(FakeTracker):
                 self._hosted[storage._cdata] = weakref.ref(storage, forget)
 
     def _copy_into_base(self, gradient: torch.Tensor) -> None:
-        """Log that a new gradient is allocated as a copy of `gradient`, and that `gradient` is then freed.
-
-        `gradient` is the gradient of a view that was overwritten in place. In a real training, AsStridedBackward0
-        copies `gradient` into a new gradient of the view's base. In a trace, where a dispatch mode is active, autograd
-        makes no copy, but repeats the view's operation on the base. The copy must therefore be logged here.
-        """
+        """Log a copy of `gradient`, which belongs to a view overwritten in place, and then the free of `gradient`."""
         storage = self._storage(gradient)
         if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():
             return
         block, reference = self._blocks[storage._cdata]
+        # AsStridedBackward0 makes the copy in a training. In a trace autograd repeats the view's operation instead.
         copy = Block(block.bytes, block.category, "aten.new_zeros.default")
         self.log += [(copy, +1), (block, -1)]
         self._blocks[storage._cdata] = copy, reference
@@ -377,11 +363,9 @@ class DeviceTracker(FakeTracker):
         pass  # random states and numbers that autograd keeps are on the host
 
     def _run_kernel(self, function, args, kwargs, result) -> None:
-        """Log what an operation's kernel allocates and frees on the device, in the kernel's order.
+        """Log an operation's allocations and frees on the device, in the order in which the kernel makes them.
 
-        Args:
-            function, args, kwargs: the operator and its arguments.
-            result: what the operator returned on fake tensors.
+        `result`: the operator's result, of fake or real tensors.
         """
         held: list[Block] = []
         on_host = [*map(id, self._kernels.on_host(function, args, result))]
@@ -414,26 +398,21 @@ class DeviceTracker(FakeTracker):
 
 @functools.cache
 def _composite_key(function) -> torch._C.DispatchKey | None:
-    """Return the dispatch key of the kernel that computes an operation by calling other operations.
+    """Return the dispatch key of the kernel that computes an operation by other operations, or None.
 
-    For example, the kernel of `linear` calls a matmul. The key is AutogradCPU if `cuda.py` replaces the operation,
-    otherwise CompositeImplicitAutograd. The result is None if the operation has a CPU kernel of its own, is not in
-    aten, or has no kernel that calls other operations.
+    For example, the kernel of `linear` calls a matmul.
     """
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, function.name())
     keys = torch._C.DispatchKey
     if function.namespace != "aten" or has_kernel("CPU") or not has_kernel("CompositeImplicitAutograd"):
         return None
+    # `cuda.py` replaces some operations under AutogradCPU.
     return keys.AutogradCPU if has_kernel("AutogradCPU") else keys.CompositeImplicitAutograd
 
 
 def _send_8bit(plain, weight, *args, **kwargs):
-    """Return a quantized `Int8Params` unchanged; for any other weight, call `plain`, the original method `to`.
-
-    peft calls `to` for each quantized weight that is on the CPU. A fake weight always reports "cpu" as its device, even
-    if it represents a weight on a GPU, so peft calls `to` for it, too. The original `to` would lose the scales of an
-    8-bit layer.
-    """
+    """Call `plain`, the method `Int8Params.to`, unless the weight is quantized already; return the weight."""
+    # peft calls `to` if a weight reports "cpu", as each fake one does; `plain` would lose an 8-bit layer's scales.
     return weight if weight.data.dtype is torch.int8 else plain(weight, *args, **kwargs)
 
 

@@ -53,13 +53,9 @@ class DeviceArguments(TorchFunctionMode):
         self._default = made if made is not device else None
 
     def _named(self, device: Any) -> Any:
-        """Return `user_cuda.THE_DEVICE` if `device` names a GPU, otherwise `device`.
-
-        If the user's loop itself says where its tensors are, e.g. by `device=`, the tracker (`DeviceTracker`) assumes
-        at first that all tensors are on the host. After this method has found the name of a GPU, the tracker decides
-        for each tensor whether it is on the host or on the GPU.
-        """
+        """Return `user_cuda.THE_DEVICE` if `device` names a GPU, otherwise `device`."""
         made = user_cuda.device_argument(device)
+        # If the loop says where its tensors are, all of them count as being on the host until the loop names a GPU.
         if self._tracker._places and made is not device:
             self._tracker.weights = Placement.DEVICE
         return made

@@ -134,11 +134,7 @@ _with: dict[str, Any] = {}  # arguments of `trace_of` in the process that traces
 
 
 def _as_traced(experiment: Experiment, device: Device) -> Experiment:
-    """Return the experiment in the form that is traced.
-
-    The traced form has no data loader workers and, if nothing is sharded, no `fsdp`. A training without evaluation has
-    only as many samples as the traced steps use. On CUDA, if the optimizer's package is not installed, another
-    optimizer with the same states may replace it (`gpu_optimizers.traced`).
+    """Return a copy of the experiment in the form that is traced, e.g. without data loader workers.
 
     Raises:
         Invalid: the model does not exist, or its optimizer needs a GPU.
@@ -158,10 +154,11 @@ def _as_traced(experiment: Experiment, device: Device) -> Experiment:
     if device.kind == "cuda":
         from trainmem.estimate import gpu_optimizers
 
-        arguments = gpu_optimizers.traced(arguments)
+        arguments = gpu_optimizers.traced(arguments)  # a missing optimizer may become one with the same states
     elif experiment.training and (why := optional_packages.needs_gpu(arguments.optimizer)):
         raise Invalid(why)
     if experiment.training and not experiment.function and not evaluation.evaluates(arguments):
+        # No more samples than the traced steps use.
         task = task.replace(dataset_size=min(task.dataset_size, enough_samples(arguments, processes)))
     return experiment.replace(arguments=arguments, task=task)
 
@@ -178,15 +175,12 @@ def enough_samples(arguments: Arguments, processes: int = 1) -> int:
 
 
 def _trace_one(experiment: Experiment) -> tuple[Trace, dict[tuple, Any]]:
-    """Return (the trace of an experiment, the entries that the trace added to the cache of operations' results).
-
-    The cache is `_with["known"]`, the argument `known` of `trace_of`: {key: how to rebuild an operation's result}.
-    """
+    """Return (an experiment's trace, the entries that the trace added to the cache of operations' results)."""
     import torch
 
     torch.set_num_threads(1)
     gc.set_threshold(*gc.get_threshold()[:2], 10**6)  # full collections take a quarter of the time
-    known = _with["known"]
+    known = _with["known"]  # {key: how to rebuild an operation's result}
     before = set(known)
     trace = trace_of(experiment, **_with)
     return trace, {key: known[key] for key in known.keys() - before}
@@ -228,9 +222,8 @@ def _traced(
     """Return the trace of an experiment.
 
     Args:
-        known: results of operations in earlier traces, see `OperationCache`; this trace adds its own. None: no results.
-        routing: the assumption about which experts the tokens go to. None: no assumption; the trace fails if a router's
-            choice depends on tensor values.
+        known: results of operations in earlier traces; this trace adds its own. None: no results.
+        routing: assumed routing of tokens to experts; None: the trace fails if a router's choice depends on values.
     """
     from trainmem.estimate import trace
     from trainmem.estimate.operation_cache import OperationCache
@@ -364,14 +357,13 @@ _TAKEN = {
 
 
 def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str]]:
-    """Return a trace's totals with operator workspaces, and the assumptions about these workspaces, as texts.
+    """Return (the peak bytes during each operation with its workspace, assumptions about the workspaces).
 
-    The totals are an array (operations,): the highest total bytes during each operation. Operations with the same
-    signature need the same workspace, so each signature is measured once. The time for measuring is limited. Therefore
-    the signatures that run when most bytes are live are measured first.
+    The peaks are an array of shape (operations,).
     """
     from trainmem.estimate.operator_workspaces import assumptions
 
+    # Operations with the same signature need the same workspace: each signature is measured once.
     numbers: dict[tuple, int] = {}  # {signature: number of its kind}
     kind = np.array([numbers.setdefault(each.signature, len(numbers)) for each in trace.operations])
     live = trace.live.sum(axis=1)
@@ -379,6 +371,7 @@ def _with_workspaces(trace: Trace, probe: "Probe") -> tuple[np.ndarray, list[str
     highest = np.zeros(len(first), dtype=np.int64)
     np.maximum.at(highest, kind, live)
     operations = [trace.operations[index] for index in first]
+    # The time for measuring is limited: signatures that run when most bytes are live come first.
     probe.run([operations[number] for number in np.argsort(-highest, kind="stable")])
     workspaces = np.array([probe[each].bytes or 0 for each in operations])
     return np.maximum(trace.high, live + workspaces[kind]), assumptions(operations, probe)
@@ -402,7 +395,7 @@ def attention_kernels(trace: Trace) -> tuple[str, ...]:
 def memory_of(traced: TracedExperiment) -> Memory:
     """Return the memory of a traced experiment, in bytes.
 
-    On CUDA these are the tensors' own bytes; the allocator would round them up.
+    On CUDA the figures are the tensors' own bytes, which the allocator would round up.
     """
     trace, totals = traced.trace, traced.totals
     peak = int(totals.argmax())  # the index of the operation
@@ -433,14 +426,13 @@ def _by_category(live: np.ndarray) -> dict[str, int]:
 
 
 def _timeline(trace: Trace, totals: np.ndarray) -> dict[str, Any] | None:
-    """Return the timeline of the last step; None if the step has fewer than two operations.
+    """Return the timeline of the last step, see `memory_meter.series`; None for fewer than two operations.
 
-    The timeline is a dict of lists of equal length: "phase", "operation" and "module" of at most 200 operations, and
-    the bytes of each category at these operations. `totals`: all live bytes during each operation of the trace, shape
-    (operations,).
+    `totals`: all live bytes during each operation of the trace, shape (operations,).
     """
     from trainmem.measure import memory_meter
 
+    # At most 200 operations.
     picked = memory_meter.highest(totals.tolist(), *trace.last_step)
     where = [(trace.phases[index], trace.operations[index].name, trace.modules[index]) for index in picked]
     return memory_meter.series(where, [_by_category(live) for live in trace.live[picked]], totals[picked].tolist())

@@ -39,35 +39,28 @@ def filled(function, args: tuple, result: FakeTensor) -> FakeTensor:
 
 
 def _of_parts(made, _, __, ___, indices, values, **____) -> list[Step]:
-    """Return no memory requests, because a sparse tensor made from indices and values shares their memory.
-
-    torch's fake kernel copies indices that are not fake. This function therefore stores the given indices and values in
-    the result (`made_from`), which keeps them alive.
-    """
+    """Return no memory requests, because a sparse tensor made from indices and values shares their memory."""
+    # torch's fake kernel copies indices that are not fake: the result must keep the given ones alive.
     made[0].made_from = indices, values
     return []
 
 
 def _add(made, dense, other, *_, **__) -> list[Step]:
-    """Return the memory requests of dense + sparse, in order: the result (`made`), then bytes of buffers.
+    """Return the memory requests of dense + sparse, in the kernel's order.
 
-    If the common type of both tensors is not the dense tensor's, two buffers hold casts of the tensors. If the sparse
-    tensor is not coalesced, one buffer holds an index per stored element (cuda/SparseCUDATensorMath.cu:
-    add_out_dense_sparse_cuda).
+    Source: cuda/SparseCUDATensorMath.cu: add_out_dense_sparse_cuda.
     """
     if not (isinstance(other, torch.Tensor) and other.is_sparse):  # a batch norm adds the number 1 to its counter
         return made
     kind = torch.promote_types(dense.dtype, other.dtype)
-    wide = [kind.itemsize * dense.numel()] * 2 if kind is not dense.dtype else []
+    wide = [kind.itemsize * dense.numel()] * 2 if kind is not dense.dtype else []  # casts of both tensors
+    # If the sparse tensor is not coalesced: an index for each stored element.
     return [*made, *wide, *([] if other.is_coalesced() else [WORD * other._nnz()])]
 
 
 def _coalesce(made, tensor) -> list[Step]:
-    """Return the memory requests of `coalesce`, in order: buffers and `Free`s, then the result's tensors (`made`).
-
-    The kernel uses the buffers to sort a copy of the positions, and then to find the distinct positions
-    (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda).
-    """
+    """Return the memory requests of `coalesce`, in order (cuda/SparseCUDATensor.cu: _coalesce_sparse_cuda)."""
+    # The kernel sorts a copy of the positions (`sort`), and then finds the distinct positions (`differ`).
     each = WORD * tensor._nnz()
     sort = 2 * next_multiple(each, CUB_BYTES) + next_multiple(WORD * (1 + -(-tensor._nnz() // 4352)), CUB_BYTES) + 255
     differ = scan_bytes(tensor._nnz(), 4096, 24)
@@ -76,26 +69,22 @@ def _coalesce(made, tensor) -> list[Step]:
 
 
 def _mask(made, tensor, mask) -> list[Step]:
-    """Return the memory requests of `sparse_mask`, in order: buffers and any `Free`s, then the result (`made`).
+    """Return the memory requests of `sparse_mask`, in the kernel's order.
 
-    For a dense tensor the buffers hold a mask of ones, by which the tensor is multiplied. For a sparse tensor the
-    buffers serve to find the mask's positions in the tensor (native/sparse/SparseTensor.cpp: sparse_mask,
-    SparseBinaryOpIntersectionCommon.h).
+    Source: native/sparse/SparseTensor.cpp: sparse_mask, SparseBinaryOpIntersectionCommon.h.
     """
     (result,), each = made, WORD * mask._nnz()
-    if not tensor.is_sparse:
+    if not tensor.is_sparse:  # multiplied by a mask of ones
         return [mask.dtype.itemsize, result._values().nbytes, result]
+    # Buffers to find the mask's positions in the tensor.
     return [WORD * tensor._nnz(), each, 2 * each, WORD, Free(3), result]
 
 
 def _transpose(made, tensor) -> list[Step]:
-    """Return the memory requests of a transposition, in order: the result's tensors (`made`), then bytes of a buffer.
-
-    The buffer serves to swap two rows of indices (native/sparse/SparseTensorMath.cpp: transpose).
-    """
+    """Return the memory requests of a transposition, in order (native/sparse/SparseTensorMath.cpp: transpose)."""
     if not tensor.is_sparse:
         return made
-    return [made[0]._values(), made[0]._indices(), WORD * tensor._nnz()]
+    return [made[0]._values(), made[0]._indices(), WORD * tensor._nnz()]  # a buffer to swap two rows of indices
 
 
 RULES: dict[Any, Callable[..., list[Step]]] = {  # {operator packet: its rule}

@@ -318,17 +318,10 @@ class FakeTracker(Tracker):
         return mask.numel()
 
     def _is_computed(self, function, args, kwargs, tensors: list[torch.Tensor]) -> bool:
-        """Return whether to really compute an operation that has no fake tensors (False: trace it with fake results).
-
-        Small operations are computed, because other code may read their results, e.g. position ids or a sort order.
-
-        Args:
-            function, args, kwargs: the operator and its arguments.
-            tensors: the tensors among its arguments.
-        """
+        """Return whether an operation without fake tensors is computed; if not, its results are fake."""
         if self.selected and function in (aten.randperm.default, aten.randperm.generator, aten.arange.default):
             return False  # large, and only their length counts
-        if tensors:
+        if tensors:  # other code may read small results, e.g. position ids or a sort order
             return function.is_view or all(tensor.numel() <= _LARGE for tensor in tensors)
         if function is aten.empty.memory_format and not math.prod(args[0]) and not self.empties_weights:
             return True  # it will be set on a storage, e.g. when a number is copied
@@ -401,9 +394,7 @@ class FakeTracker(Tracker):
 def _traced(tracker: FakeTracker, parameters: int, trainable: int) -> Trace:
     """Return the tracker's records as a `Trace`, from the first forward pass on.
 
-    Args:
-        parameters: number of elements in all weights of the model.
-        trainable: number of these elements that are trained.
+    `parameters`, `trainable`: the number of elements in all weights, and in the trained weights.
     """
     column = {category: number for number, category in enumerate(CATEGORIES)}
     changes = np.zeros((len(tracker.log) + 1, len(column)), dtype=np.int64)
@@ -461,14 +452,8 @@ def recorded(tracker: FakeTracker) -> Log:
 
 
 def _shared(operations: Iterable[tuple[Operation, int]]) -> Iterator[Operation]:
-    """Yield each operation with the bytes of its results in the field `made_bytes`.
-
-    Equal operations are yielded as one shared object, to save memory.
-
-    Args:
-        operations: pairs of an operation and the bytes of its results.
-    """
-    known: dict[tuple, Operation] = {}
+    """Yield each operation with the bytes of its results in `made_bytes`; equal operations are one object."""
+    known: dict[tuple, Operation] = {}  # equal operations share an object, to save memory
     again: dict[tuple[int, int], Operation] = {}  # for repeated micro-batches: hashing a whole operation takes time
     for operation, made_bytes in operations:
         which = id(operation), made_bytes

@@ -97,18 +97,14 @@ class TimeMeter:
 
 
 def _also_skipped(step: Callable) -> Callable:
-    """Wrap `step`, which is `GradScaler.step`, so that the meter also counts the steps that the scaler skips.
-
-    The scaler skips a step if gradients overflow. The optimizer then does not run, so torch's hooks of the optimizer do
-    not see the step.
-    """
+    """Wrap `step`, which is `GradScaler.step`, so that the meter also counts the steps that the scaler skips."""
 
     @functools.wraps(step)
     def reporting(scaler, optimizer, *arguments, **options):
         meter = _timed.get(threading.get_ident())
         seen = meter and meter._seen
         returned = step(scaler, optimizer, *arguments, **options)
-        if meter and meter._seen == seen:
+        if meter and meter._seen == seen:  # gradients overflowed: the optimizer did not run, nor did its hooks
             TimeMeter._after_step(optimizer)
         return returned
 
@@ -124,13 +120,10 @@ def _now():
 
 
 def _waited() -> float | None:
-    """Return the seconds in which this thread was ready to run but had no core; None if the system does not count them.
-
-    Linux's scheduler counts them from the thread's start.
-    """
+    """Return the seconds in which this thread was ready to run but had no core; None if they are not counted."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
-            return int(file.read().split()[1]) / 1e9
+            return int(file.read().split()[1]) / 1e9  # counted by Linux's scheduler from the thread's start
     except (OSError, ValueError, IndexError):
         return None
 

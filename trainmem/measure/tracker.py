@@ -64,7 +64,7 @@ class Tracker(Watcher, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self.granularity, self.device = granularity, device
         self._blocks: dict[int, tuple[Block, weakref.ref]] = {}  # live storages by address
-        self._scaled: weakref.ref | None = None  # the result of the last multiplication by a number
+        self._scaled: weakref.ref | None = None  # the result of the last product or quotient with a number
         self._input_storages: set[int] | None = None  # of the present operation; None: not yet collected
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -94,15 +94,12 @@ class Tracker(Watcher, TorchDispatchMode):
         return result
 
     def _track_scaling_number(self):
-        """Track the tensor that autograd keeps for backward after the product of a tensor and a Python number.
-
-        Autograd makes this tensor from the number. No operation returns it, so it must be tracked here.
-        """
+        """Track the tensor that autograd keeps for backward after a tensor is multiplied or divided by a number."""
         if self._scaled is None:
             return
         result, self._scaled = self._scaled(), None
         number = getattr(getattr(result, "grad_fn", None), "_saved_other", None)
-        if number is not None:
+        if number is not None:  # a tensor that autograd made from the number: no operation returned it
             self.track_unlisted(number, "a number kept for backward")
 
     def execute(self, function, args, kwargs):
@@ -202,7 +199,7 @@ class Tracker(Watcher, TorchDispatchMode):
     def _category_at_allocation(self, function, args) -> Category:
         """Return the category of a storage that an operation allocates now, by the rules listed in `Tracker`.
 
-        `function`, `args`: the operation, and its positional arguments; (None, ()) if no operation allocates it.
+        `function`, `args`: the operation and its positional arguments; None and () if there is no operation.
         """
         if self.phase in (Phase.REDUCER, Phase.GATHER):
             return Category.GRADIENTS if self.phase == Phase.REDUCER else Category.WEIGHT_COPIES
@@ -228,10 +225,7 @@ class Tracker(Watcher, TorchDispatchMode):
         return 0
 
     def _add_block(self, storage, category, operation):
-        """Log that a storage is allocated, and arrange that its free is logged, too.
-
-        `category` and `operation`: the use of the memory, and the name of the operation that allocates it.
-        """
+        """Log that a storage is allocated by `operation` (a name), and arrange that its free is logged, too."""
         block = Block(self._size(storage), category, operation, self._stream())
         key, log, blocks = storage._cdata, self.log, self._blocks
 
@@ -315,10 +309,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def watched(tracker: Watcher) -> Iterator[Parameters]:
     """Let a watcher observe the training inside this context; yield a `Parameters` object that the training fills.
 
-    `tracker`: the watcher; if it is a `Tracker`, it is also entered as a dispatch mode, to see each operation.
+    `tracker`: the watcher; a `Tracker` is also entered as a dispatch mode, to see each operation.
 
-    This works for any code that calls modules, `backward` and an optimizer's `step`: a Trainer, an Accelerate loop. All
-    hooks and replacements of torch's functions are installed here, and removed at the end.
+    `watched` works for any code that calls modules, `backward` and an optimizer's `step`: a Trainer, an Accelerate
+    loop. All hooks and replacements of torch's functions are installed here, and removed at the end.
     """
     hooks = TrainingHooks(tracker)
     with contextlib.ExitStack() as stack:
@@ -498,8 +492,8 @@ class TrainingHooks:
     def clone(self, plain, storage, *args, **kwargs):
         """Call `plain`, a storage's method `clone`, and track the copy if the storage is tracked.
 
-        `copy.deepcopy` calls it for buffers and state dicts. The copy is the result of no operation, so a dispatch mode
-        does not see it.
+        `copy.deepcopy` calls `clone` for buffers and state dicts. The copy is the result of no operation, so a
+        dispatch mode does not see it.
         """
         return self.tracker.cloned(storage, plain(storage, *args, **kwargs))
 
