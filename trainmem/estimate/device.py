@@ -302,7 +302,7 @@ class DeviceTracker(FakeTracker):
         if storage is None or storage._cdata not in self._blocks or torch.is_grad_enabled():
             return
         block, reference = self._blocks[storage._cdata]
-        # AsStridedBackward0 makes the copy in a training. In a trace autograd repeats the view's operation instead.
+        # AsStridedBackward0 makes the copy; under a dispatch mode (a trace) autograd repeats the view's operation.
         copy = Block(block.bytes, block.category, "aten.new_zeros.default")
         self.log += [(copy, +1), (block, -1)]
         self._blocks[storage._cdata] = copy, reference

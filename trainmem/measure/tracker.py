@@ -199,7 +199,7 @@ class Tracker(Watcher, TorchDispatchMode):
     def _category_at_allocation(self, function, args) -> Category:
         """Return the category of a storage that an operation allocates now, by the rules listed in `Tracker`.
 
-        `function`, `args`: the operation and its positional arguments; None and () if there is no operation.
+        `function`, `args`: the operation and its positional arguments; (None, ()): no operation.
         """
         if self.phase in (Phase.REDUCER, Phase.GATHER):
             return Category.GRADIENTS if self.phase == Phase.REDUCER else Category.WEIGHT_COPIES
