@@ -67,13 +67,10 @@ class Decision:
 
     @property
     def as_expected(self) -> bool:
-        """Return whether the intervals of value and prediction overlap, if the claim has both.
-
-        Otherwise return True if the ledger lists the verdict, or if `excused`: this machine cannot decide the claim.
-        """
+        """Return whether the result is expected: the value as predicted, or the verdict as listed, or `excused`."""
         if self.predicted and self.verdict is not Verdict.NOT_TESTABLE:
             (low, high), (least, most) = self.predicted, self.interval or (self.value, self.value)
-            return least <= high and low <= most
+            return least <= high and low <= most  # the intervals overlap
         return self.excused or self.verdict in self.expected
 
     @property
@@ -278,10 +275,7 @@ class Claims:
 
 
 def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tuple[float, ...] | None, str | None]:
-    """Return (number, its interval, why the number is unknown) of a value passed to `Claims.check`; each may be None.
-
-    Raises ValueError, with the claim's `id`, if the value is not a number or its interval is reversed.
-    """
+    """Return (number, interval, why the number is unknown) of a value passed to `Claims.check`; each may be None."""
     given = [value.value, value.low, value.high] if isinstance(value, Ratio) else [value]
     unknown = [part.why for part in given if isinstance(part, Unknown | Missing)]
     if value is None or unknown:
@@ -297,12 +291,7 @@ def _measurement(id: str, value: float | Ratio | None) -> tuple[float | None, tu
 
 
 def _prediction(claim: Claim, predicted: tuple[float, float] | Ratio | None, measured: bool) -> tuple:
-    """Return ((low, high) of a claim's prediction, why the prediction is unknown); each may be None.
-
-    Raises:
-        ValueError: `predicted` is not a range; `predicted` is given, but the ledger asks for no prediction; or the
-            ledger asks for a prediction, the claim was `measured`, and `predicted` is None.
-    """
+    """Return ((low, high) of a claim's prediction, why the prediction is unknown); each may be None."""
     if not claim.predicted:
         if predicted is not None:
             raise ValueError(f"claim {claim.id!r} is not `predicted` in the ledger: leave predicted= out")

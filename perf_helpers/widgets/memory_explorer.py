@@ -119,13 +119,9 @@ def estimate_at(
 
 
 class _MemoryExplorer:
-    """Hold the controls, the picture, and the estimates made so far, by position (a value of each visible control).
+    """Hold the controls, the picture and the estimates so far; a second thread (`_work`) makes missing estimates.
 
-    The front end's thread redraws after each move of a control. One other thread makes a missing estimate and draws it,
-    once no control has moved for `_REST_SECONDS`. A position that is only passed over therefore gets no estimate.
-
-    `task`: the model to start with; `start`: {control's name: its first value}; `first`: the estimate for `start`;
-    `compute_capability`: the GPU's (None: the estimate's default).
+    `start`: {name of a control: its first value}; `first`: the estimate for `start`.
     """
 
     def __init__(
@@ -171,7 +167,7 @@ class _MemoryExplorer:
             while not self._closed:
                 self._wake.wait()
                 self._wake.clear()  # before the position is read: a later move wakes this thread again
-                if self._wake.wait(_REST_SECONDS):  # a control was moved again
+                if self._wake.wait(_REST_SECONDS):  # a control was moved again: no estimate for a position passed over
                     continue
                 while SERVER.measuring and not self._closed:
                     time.sleep(0.2)
@@ -222,12 +218,8 @@ class _MemoryExplorer:
 
 
 def _start(task: Task, of: str, device: str, micro_batch: int) -> dict[str, Any]:
-    """Return {name of a control: its first value}; no technique is switched on.
-
-    The weights have the type in which transformers loads them. `of`: "training" or "inference"; `device`: "cpu" or
-    "cuda"; `micro_batch`: first value of the control for the micro-batch, in samples.
-    """
-    dtype = task.weights().dtype
+    """Return {name of a control: its first value}."""
+    dtype = task.weights().dtype  # in which transformers loads them
     return {
         "model": task.model,
         "of": of,
@@ -291,9 +283,9 @@ def _offer(controls: dict[str, "DOMWidget"]) -> None:
 
 
 def _verdict(answer: MemoryEstimate, parts: dict[str, int], own: dict[str, int]) -> str:
-    """Return HTML with the memory needed, the phase and operation of the peak, and the devices that have enough memory.
+    """Return HTML: the memory needed, the phase and operation of the peak, and the devices that have enough memory.
 
-    `parts`: {category: bytes} that sum to the bytes needed; `own`: {device of this machine: bytes of its memory}.
+    `parts`: {category: bytes needed}; `own`: {device of this machine: bytes of its memory}.
     """
     needed = sum(parts.values())
     peak = html.escape(f"in {answer.memory.peak_phase}, at {answer.memory.peak_operation}")

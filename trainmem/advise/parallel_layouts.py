@@ -226,14 +226,7 @@ class _Cluster:
     def _sent(self, name: str, ranks: int, whole: MemoryEstimate, arguments: Arguments) -> tuple[float, float]:
         """Return (bytes that a rank sends per update, how many of these bytes go between hosts).
 
-        In a ring of N ranks, a rank sends (N - 1) / N of gathered or reduce-scattered bytes, twice as many in an
-        all-reduce.
-
-        Args:
-            name: the layout's name, e.g. "ZeRO 2".
-            ranks: number of ranks that share the model.
-            whole: the estimate of the same training if each card has the whole model.
-            arguments: the layout's training arguments.
+        `ranks`: number of ranks that share the model; `whole`: the estimate with the whole model on each card.
         """
         memory, passes = whole.memory, arguments.training.get("gradient_accumulation_steps", 1)
         trained = summed = memory.breakdown[Category.WEIGHTS]  # a gradient has its weight's type
@@ -243,6 +236,7 @@ class _Cluster:
         resharded = 2 * passes * gathered + summed
         sizes = {"DDP": 2 * trained, "ZeRO 1": 2 * summed, "ZeRO 2": (passes + 1) * summed}  # ZeRO 2 sums in each pass
         sizes |= {"ZeRO 3": passes * (2 * gathered + summed), "FSDP, gathered once": passes * gathered + summed}
+        # In a ring: (N - 1) / N of the bytes gathered or reduce-scattered, twice as many in an all-reduce.
         sent = (ranks - 1) / ranks * sizes.get(name, resharded)
         if name == "HSDP":
             between = 2 * (self.hosts - 1) / self.hosts * summed / ranks
@@ -253,12 +247,7 @@ class _Cluster:
 def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]:
     """Return (branch of Hugging Face's decision tree, text with reasons and a remedy) for a task that no layout fits.
 
-    The branch says what does not fit a card: the largest layer with its activations or, if these fit, a rank's share
-    in the smallest layout.
-
-    Args:
-        smallest: the layout that needs the least memory.
-        room: usable bytes of a card.
+    `smallest`: the layout that needs the least memory; `room`: usable bytes of a card.
     """
     layer, weights = _largest_layer(task, smallest.estimate.arguments.get("dtype"))
     states = smallest.estimate.memory.breakdown[Category.OPTIMIZER_STATES]
@@ -274,10 +263,7 @@ def _if_nothing_fits(task: Task, smallest: Layout, room: int) -> tuple[str, str]
 
 
 def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
-    """Return (name, bytes of the weights in the torch type `dtype`) of the largest layer.
-
-    A layer is one of the repeated blocks, or a module without submodules.
-    """
+    """Return (name, bytes of the weights) of the largest layer: a repeated block or a module without submodules."""
     modules = task.build_model(device="meta", dtype=dtype).named_modules()
     layers = ((name, part) for name, part in modules if name.split(".")[-1].isdigit() or not [*part.children()])
     sizes = ((name, sum(weight.nbytes for weight in part.parameters())) for name, part in layers)
@@ -285,14 +271,9 @@ def _largest_layer(task: Task, dtype: Any) -> tuple[str, int]:
 
 
 def _of_undivided_weights(layouts: list[Layout], cards: int) -> Iterator[str]:
-    """Yield a sentence if FSDP2 cannot divide a weight, such as a block's stacked experts, by the number of cards.
-
-    The limit: rank 0 has more than 1.5 times an equal share of the model's weights in the layout "FSDP".
-
-    `layouts`: the traced layouts; the one with the most bytes of weights has the whole model.
-    """
+    """Yield a sentence if FSDP2 leaves rank 0 more than 1.5 times an equal share of the weights."""
     weights = {each.name: each.estimate.memory.breakdown[Category.WEIGHTS] for each in layouts}
-    share = weights.get("FSDP", 0) / max(weights.values())
+    share = weights.get("FSDP", 0) / max(weights.values())  # the most: a layout with the whole model on each card
     if share > 1.5 / cards:
         text = f"FSDP2 divides a weight along its first dimension only: rank 0 has {share:.1%} of all weights, not "
         yield f"{text}{1 / cards:.1%}. Expert parallelism divides stacked experts better (lesson 18)."

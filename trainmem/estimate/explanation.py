@@ -49,9 +49,7 @@ Tensor = tuple[str, str, str, str]
 class Explanation:
     """Hold the difference of recipes A and B by argument, category and tensor.
 
-    For a category and for a tensor, a pair of numbers is (bytes in A, bytes in B). For an argument (`switches`), both
-    numbers are bytes that B's value adds to the peak: (if all earlier arguments have changed already, if no other
-    argument changes). The second number is None if it is unknown.
+    For a category and for a tensor, a pair of numbers is (bytes in A, bytes in B); for arguments, see `switches`.
     """
 
     a: MemoryEstimate
@@ -160,10 +158,7 @@ def explain(
     order = sorted(pairs, key=lambda each: (-abs(pairs[each][1] - pairs[each][0]), -pairs[each][0], each))
 
     def peak(switched: Iterable[str]) -> int | None:
-        """Return the peak in bytes of recipe A with recipe B's values of the arguments in `switched`.
-
-        Return None if that mixture of A and B is not a valid recipe.
-        """
+        """Return the peak in bytes of recipe A with recipe B's values of the arguments `switched`; None: invalid."""
         mixed = {name: value for name, value in a.items() if name not in switched}
         mixed |= {name: b[name] for name in switched if name in b}
         with contextlib.suppress(ValueError):
@@ -175,27 +170,22 @@ def explain(
 
 
 def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tuple[int, int | None]]:
-    """Return by how many bytes each argument raises the peak when it changes from recipe A's value to B's.
-
-    The result is {argument: (bytes if all earlier arguments have changed already, bytes if no other argument changes)}.
-    The second number is None if it was not estimated, or if the change alone gives no valid recipe. Some recipes become
-    valid only when the next argument changes, too. Then both arguments share one entry, with the key "argument, next".
+    """Return {arguments: (bytes that B's values add to the peak after all earlier changes, bytes that they add alone)}.
 
     Args:
-        names: the arguments in which A and B differ, in the order in which they change.
-        peak: function that takes some of `names` and returns the peak in bytes of a recipe in which these arguments
-            have B's values and all others A's; None if this recipe is not valid.
+        names: the arguments in which recipes A and B differ, in the order of their changes.
+        peak: function of the arguments that have B's values; returns the peak in bytes, None if the recipe is invalid.
         ends: (peak of A, peak of B) in bytes.
     """
     found, before, waiting = [], ends[0], []
     for number, name in enumerate(names, 1):
         waiting.append(name)
         if (after := ends[1] if number == len(names) else peak(names[:number])) is not None:
-            found.append((waiting, after - before))
+            found.append((waiting, after - before))  # with the arguments that were invalid without this one
             before, waiting = after, []
     alone = [peak(own) if number and len(found) <= _MOST_ALONE else None for number, (own, _) in enumerate(found)]
     alone = [ends[0] + found[0][1], *alone[1:]]
-    sizes = [None if size is None else size - ends[0] for size in alone]
+    sizes = [None if size is None else size - ends[0] for size in alone]  # None: not estimated, or invalid
     return {", ".join(own): (price, size) for (own, price), size in zip(found, sizes, strict=True)}
 
 
@@ -203,15 +193,7 @@ def _priced(names: list[str], peak: Any, ends: tuple[int, int]) -> dict[str, tup
 
 
 def _explained(experiment: Experiment, device: Device, probe: Any, tell: Tell):
-    """Return (estimate, {tensor: bytes at the peak}, warnings) of one recipe.
-
-    A tensor is (category, module or parameter, operation, line of code), see `Tensor`. Call this function through
-    `fresh_process.with_probe`.
-
-    Args:
-        probe: the `operator_workspaces.Probe`, which measures operator workspaces.
-        tell: called with the percentage of the work that is done.
-    """
+    """Return (estimate, {`Tensor`: bytes at the peak}, warnings) of a recipe; called by `fresh_process.with_probe`."""
     from trainmem.estimate import trace
     from trainmem.measure.tracker import WEIGHTS
 
@@ -240,12 +222,9 @@ _LEAST = 0.05  # of the peak; smaller parts are not explained
 
 
 def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter) -> Iterator[str]:
-    """Yield sentences that say why the peak is where it is, and how to lower it.
+    """Yield sentences that explain the peak, some of them with a remedy.
 
-    Args:
-        experiment: the training.
-        made: the estimate of this training.
-        sizes: {bytes: number of activations and temporaries of that size that are alive at the peak}.
+    `sizes`: {bytes: number of live activations and temporaries of that size}.
     """
     arguments, task, memory = experiment.arguments, experiment.task, made.memory
     size = functools.partial(bytes_text, binary=made.device == "cuda")
@@ -275,15 +254,7 @@ def _peak_warnings(experiment: Experiment, made: MemoryEstimate, sizes: Counter)
 
 
 def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
-    """Trace the experiment with the function `follow` and return the trace, with its field `witnessed` filled in.
-
-    `follow`: the original `trace.follow`, which this function replaces. `witnessed` is (origins, ends, warnings), with
-    `Witness.origins` and `Witness.warnings`. `ends` has one number per operation from the first mark "start" on: the
-    length of `tracker.log`, the list of allocations and frees, after this operation.
-
-    Raises:
-        Invalid: the experiment cannot be built or traced, or no parameter gets a gradient.
-    """
+    """Return the trace that `follow`, the original `trace.follow`, makes, with the field `witnessed` filled in."""
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -303,6 +274,7 @@ def _witnessed(follow: Callable, experiment: Experiment, tracker: Any):
                 raise Invalid(f"no parameter gets a gradient: {_IDLE}") from None
             raise
     first = next((operations for label, _, operations in tracker.marks if label == "start"), 0)
+    # (origins, lengths of the log of allocations and frees after each operation from "start" on, warnings)
     witnessed = witness.origins(), [end for end, *_ in tracker.operations[first:]], witness.warnings(experiment)
     return dataclasses.replace(found, log=found.log or trace.recorded(tracker), witnessed=witnessed)
 
@@ -373,16 +345,12 @@ class Witness:
 
     @functools.cache  # noqa: B019, it lives as long as its process
     def _forward_of(self, name: str) -> str:
-        """Return the first line, as file:line, of a module's forward.
-
-        `name` is the name of the module, or of a parameter that the module holds. If a library such as torch or peft
-        defines that forward, return the line of the nearest enclosing module whose forward is the model's or the user's
-        code, or "" if there is none.
-        """
+        """Return file:line where a module's or parameter's innermost forward outside the libraries begins; "": none."""
         module = self._modules.get(name)
         code = module is not None and getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code and not _is_library(file := _shown(code.co_filename)):
             return f"{file}:{code.co_firstlineno}"
+        # The enclosing module's: `name` is a parameter, or a library such as torch or peft defines the forward.
         return self._forward_of(name.rpartition(".")[0]) if name else ""
 
     @functools.cache  # noqa: B019
@@ -442,10 +410,7 @@ class Witness:
 
 
 def _line(frame: Any) -> str:
-    """Return the innermost line of the model's or the user's code, as file:line, that runs in `frame` or its callers.
-
-    Return "" if only libraries, such as torch and peft, run between the training loop and `frame`.
-    """
+    """Return the innermost line outside the libraries, as file:line, in `frame` or its callers; "": none."""
     while frame is not None and not (file := _shown(frame.f_code.co_filename)).startswith(_CALLERS):
         if not _is_library(file):
             return f"{file}:{frame.f_lineno}"

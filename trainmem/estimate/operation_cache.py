@@ -71,14 +71,7 @@ class OperationCache:
         return fake(made, mode, args[0])
 
     def _keep(self, key: tuple, function, args: tuple, result: Any, tensors: list[torch.Tensor]) -> None:
-        """Store a result if it can be rebuilt later.
-
-        Args:
-            key: the key of the operation and its arguments in the cache.
-            function, args: the operator, and its positional arguments.
-            result: what the operator returned.
-            tensors: the tensors among its arguments.
-        """
+        """Store an operation's result under `key` if the result can be rebuilt later; arguments as in `result`."""
         if torch.Tag.inplace_view in function.tags or key[1].startswith(("aten.resize", "aten.set")):
             return
         if function._schema.is_mutable:
@@ -96,14 +89,9 @@ class OperationCache:
 
 
 def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
-    """Return how to rebuild a result of an operation, or None if it cannot be rebuilt.
+    """Return how to rebuild one value that an operation returned, or None if the value cannot be rebuilt.
 
-    The result is rebuilt from a `Spec` if it has a storage of its own and fills all of it. It is rebuilt from a `View`
-    if it has the storage and the type of the first tensor among the arguments.
-
-    Args:
-        result: one value that the operation returned, a tensor or not.
-        tensors: the tensors among the operation's arguments.
+    `tensors`: the tensors among the operation's arguments.
     """
     if not isinstance(result, FakeTensor) or result.requires_grad or result.fake_device.type == "meta":
         return None
@@ -117,7 +105,7 @@ def _made(result: Any, tensors: list[torch.Tensor]) -> Spec | View | None:
         return View(spec, result.storage_offset()) if on_first else None
     last = sum((size - 1) * step for size, step in zip(result.shape, result.stride(), strict=True)) + 1
     fills = storage.nbytes() == last * result.itemsize * (result.numel() > 0)
-    return spec if fills else None
+    return spec if fills else None  # all of a storage of its own
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
@@ -190,12 +178,11 @@ def grouped_product(first, second, offsets=None, bias=None, out_dtype=None) -> t
 
 
 def states_of_ctc(targets: torch.Tensor, _, lengths) -> int | None:
-    """Return how many states CTC's loss aligns: 2 x (length of the longest transcript) + 1.
+    """Return how many states CTC's loss aligns: 2 x (length of the longest transcript) + 1; None: unknown.
 
-    `lengths`: the transcripts' lengths, a tensor or a list of numbers. If `lengths` is fake, the longest transcript is
-    assumed to fill a row of `targets`; return None if `targets` then has only one dimension, and so no rows.
+    `lengths`: the transcripts' lengths, a tensor or a list of numbers.
     """
-    if isinstance(lengths, FakeTensor):
+    if isinstance(lengths, FakeTensor):  # assumed: the longest transcript fills a row of `targets`, if it has rows
         return 2 * targets.shape[1] + 1 if targets.dim() == 2 else None
     with _disable_current_modes():
         return 2 * int(torch.as_tensor(lengths).max()) + 1
@@ -313,7 +300,7 @@ def _state(mode: FakeTensorMode) -> dict[str, Any]:
 
 
 def uniform_value(operation: Operation, leaves: list, any_known: bool) -> float | int | bool | None:
-    """Return the value that all elements of an operation's result have; None if it is unknown, or if they differ.
+    """Return the value that all elements of an operation's result have; None: unknown, or the elements differ.
 
     Tensors are assumed to be finite, so isnan(x) is False everywhere. Operations of `_UNIFORM_OPERATIONS` are computed
     on one element if, for each tensor among the arguments, all elements are known to be equal.

@@ -101,10 +101,8 @@ def fake_parameters() -> Iterator[None]:
         return made
 
     def copied(weight, memo):
-        """Return a copy of a bitsandbytes weight. This function replaces the weight's `__deepcopy__`, which DoRA uses.
-
-        The original `__deepcopy__` would begin with an empty tensor that is not fake. `memo` is not used.
-        """
+        """Return a copy of a bitsandbytes weight, in place of the weight's `__deepcopy__`, which DoRA uses."""
+        # The original would begin with an empty tensor that is not fake.
         names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized", "module")
         kept = {name: getattr(weight, name) for name in names}
         state = copy.deepcopy(weight.quant_state)  # first, as bitsandbytes does
@@ -121,12 +119,8 @@ def fake_parameters() -> Iterator[None]:
 
 
 def _deep_copy(tensor: FakeTensor, memo: dict) -> torch.Tensor:
-    """Return a deep copy of a fake tensor; allocate what torch allocates for the deep copy of a real tensor.
-
-    This function replaces torch's `__deepcopy__`, which would also copy the tensor's `FakeTensorMode`. A view of the
-    copy would then get its own memory, and would not share the memory of the copy. `memo`: the dict that
-    `copy.deepcopy` passes.
-    """
+    """Return a deep copy of a fake tensor; allocate what torch allocates for a real tensor's deep copy."""
+    # torch's own would also copy the `FakeTensorMode`: views of the copy would then not share the copy's memory.
     if id(tensor) in memo or not tensor.is_leaf:
         return torch.Tensor.__deepcopy__(tensor, memo)  # the known copy, or an error
     if isinstance(tensor, torch.nn.Parameter):

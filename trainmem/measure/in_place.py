@@ -50,13 +50,7 @@ def form(function, args: Sequence[Any], is_temporary: Callable[[torch.Tensor], b
 
 
 def _is_in_place(function, target: Any, other: Any) -> bool:
-    """Return whether autograd would write the result of an operation into its first argument, `target`.
-
-    Autograd does so if it holds the only reference to `target`. Return False for an operation that Python code, not
-    autograd, calls during the backward.
-
-    `function`: the operation, a key of `FORMS`; `target`, `other`: the operation's first two arguments.
-    """
+    """Return whether autograd would write the result of `function` (in `FORMS`) into `target`, its first argument."""
     # In torch's csrc/autograd: `InputBuffer::accumulate`, and the formulas that check `areAnyTensorSubclassLike`.
     if torch.is_grad_enabled() or not isinstance(target, torch.Tensor) or not _is_autograds():
         return False
@@ -72,12 +66,10 @@ def _is_in_place(function, target: Any, other: Any) -> bool:
 
 
 def _is_autograds() -> bool:
-    """Return whether autograd's engine itself called the operation that is running now.
-
-    Return False if Python code inside the backward pass called it, e.g. the backward of a `torch.autograd.Function`.
-    """
+    """Return whether autograd's engine, not Python code in the backward, called the operation that runs now."""
     # The engine called it if no Python frame did (in a thread of the engine), or if the frame is the function that
     # starts the engine (in the thread that called `backward`).
+    # Python code that may call it: e.g. the backward of a `torch.autograd.Function`.
     frame = sys._getframe(4)  # above `watch`, or `watch`
     while frame and (
         frame.f_code.co_name in ("__torch_dispatch__", "watch") or frame.f_globals["__name__"].startswith(_WRAPPERS)

@@ -204,12 +204,8 @@ class Runner:
         return self.keep(experiment, outcome)
 
     def _measured(self, experiment: Experiment, measure: tuple[str, ...], timeout: float) -> Iterator[Outcome]:
-        """Yield an outcome after each meter in `measure`, with the figures of all meters so far.
-
-        If a meter fails, its outcome is the last. With an executor, only one outcome is yielded, after all meters.
-        `timeout`: seconds per meter.
-        """
-        if self.executor:  # all meters run in one place
+        """Yield an outcome with all figures so far, after each meter in `measure`; `timeout`: seconds per meter."""
+        if self.executor:  # all meters run in one place, and give one outcome
             yield self._perform(executors.measure, experiment, measure, timeout)
             return
         has_steps = {"memory", "peak", "time"} & {*measure}  # without a meter nothing counts them

@@ -76,12 +76,9 @@ def serve(descriptor: int, parent: int, preload: Iterable[str], with_bitsandbyte
 
 
 def _forked(request: Request, descriptors: list[int], inherited: list[connection.Connection | socket.socket]) -> int:
-    """Fork a process, in a process group of its own, that calls the request's function; return its process id.
+    """Fork a process, in a process group of its own, that calls the request's function; return the process id.
 
-    Args:
-        request: its function is called with all descriptors except the first two, followed by its arguments.
-        descriptors: of the fork's standard output, its standard error, and others; they are closed in the server.
-        inherited: connections and sockets of the server; they are closed in the fork.
+    `descriptors`: standard output, standard error, others for the function; `inherited`: to be closed in the fork.
     """
     pid = os.fork()
     if pid == 0:
@@ -105,11 +102,7 @@ def _forked(request: Request, descriptors: list[int], inherited: list[connection
 
 
 def _end(control: connection.Connection, forks: dict[connection.Connection, tuple[int, str]]) -> None:
-    """End the fork that belongs to the connection `control`, and send the fork's exit code through this connection.
-
-    The processes that the fork left behind are ended, too, and the fork's folder is removed.
-    `forks`: {connection: (process id, folder)} of all forks; the entry of this fork is removed.
-    """
+    """End a fork and the processes that the fork left behind; send the exit code through the connection `control`."""
     pid, folder = forks.pop(control)
     with contextlib.suppress(OSError):  # it has ended
         os.killpg(pid, signal.SIGKILL)
@@ -161,12 +154,9 @@ def _import(names: Iterable[str]) -> None:
 
 
 def _import_torchao() -> None:
-    """Import torchao if it is installed, because transformers imports it, but hide the GPUs meanwhile.
-
-    torchao would query the GPUs, and then no fork could use one.
-    """
+    """Import torchao with the GPUs hidden: if torchao queried a GPU, no fork could use it."""
     import torch
 
     with patch.object(torch.cuda, "is_available", lambda *_, **__: False), contextlib.suppress(ImportError):
-        importlib.import_module("torchao.quantization")
+        importlib.import_module("torchao.quantization")  # transformers imports torchao
         importlib.import_module("torchao.prototype.safetensors.safetensors_support")

@@ -86,21 +86,14 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
 
 
 def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Outcome:
-    """Perform an experiment in a rehearsal, without a memory meter; return its outcome.
+    """Perform an experiment in a rehearsal, without a memory meter; losses and times in the outcome are `Unknown`.
 
-    No kernel computes, so the losses in the outcome are `Unknown`. The outcome has times only if `measure` is "time";
-    they are `Unknown`, too. A training by the Trainer runs at most two steps, unless its arguments set
-    `num_train_epochs`.
-
-    Args:
-        folder: the Trainer's output folder.
-        measure: the meter that was requested: "time", "none" or "value", see `perform`.
-        on_step: called after each step with its number; None: not called.
+    `measure`: the requested meter, "time", "none" or "value".
     """
     from trainmem.measure import time_meter
 
     known, short = untimed(experiment, measure), experiment
-    if known.losses:
+    if known.losses:  # a training by the Trainer without `num_train_epochs`
         short = experiment.replace(arguments=experiment.arguments.replace(max_steps=min(len(known.losses), 2)))
     with time_meter.TimeMeter(1, on_step) as meter:
         outcome = _execute(short, folder, 2, keep_losses=True)
@@ -152,14 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 def _refusal(experiment: Experiment) -> str | None:
-    """Return why an experiment is not started, or None if it may start.
-
-    An experiment is refused if its weights (and gradients, if all weights are trained) exceed this machine's memory, or
-    if the batches of its DataLoader workers exceed /dev/shm: torch could then wait for a batch for ever.
-
-    Raises:
-        Invalid: the task cannot be built, a package is missing, or the optimizer needs a GPU.
-    """
+    """Return why an experiment needs more than this machine's memory or /dev/shm; None: the experiment may start."""
     if experiment.function or hardware.is_rehearsal():  # the rehearsed card's allocator reports it itself
         return None
     import torch
@@ -190,13 +176,11 @@ def _refusal(experiment: Experiment) -> str | None:
 
 
 def _refusal_of_workers(experiment: Experiment, free: int | None) -> str | None:
-    """Return why the DataLoader workers of an experiment would not fit into /dev/shm, or None if they fit.
-
-    `free`: bytes free in /dev/shm; None: the machine has no /dev/shm.
-    """
+    """Return why the batches of DataLoader workers exceed `free`, the free bytes of /dev/shm; None: they fit."""
     task, of_trainer = experiment.task, experiment.arguments
     workers, size = of_trainer.get("dataloader_num_workers", 0), of_trainer.get("per_device_train_batch_size", 8)
     samples = min(task.dataset_size, workers * (of_trainer.get("dataloader_prefetch_factor") or 2) * size)
+    # If they do not fit, torch could wait for a batch for ever. `free` is None: no /dev/shm.
     if not samples or free is None or (needed := bytes_of(task.arrays(samples))) <= free:
         return None
     return (
@@ -216,21 +200,13 @@ def threads_of(experiment: Experiment) -> int | None:
 
 
 def _launch(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
-    """Perform an experiment on its ranks and return rank 0's outcome.
-
-    Ranks that fail to connect to each other are launched once more. `measure`: the meter, see `perform`;
-    `on_step`: called after each optimizer step with its number; None: not called.
-    """
+    """Perform an experiment on its ranks, again if the ranks did not connect to each other; return the outcome."""
     outcome = _launch_once(experiment, measure, on_step)
     return _launch_once(experiment, measure, on_step) if _NEVER_MET in outcome.message else outcome
 
 
 def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None) -> Outcome:
-    """Perform an experiment on its ranks once, under torch's elastic launcher; return rank 0's outcome.
-
-    If ranks failed, return the outcome of the rank that failed first. `measure`: the meter, see `perform`;
-    `on_step`: called after each optimizer step with its number; None: not called.
-    """
+    """Perform an experiment on its ranks by torch's elastic launcher; return rank 0's outcome or the first failure."""
     import multiprocessing
 
     import torch
@@ -287,15 +263,9 @@ def _launch_once(experiment: Experiment, measure: str, on_step: Callable[[int], 
 
 
 def _failed_rank(rank: int, code: int, ends: dict[int, Outcome | None], oom_kills: int) -> Outcome:
-    """Return the outcome of an experiment on several ranks of which one failed.
+    """Return the outcome of an experiment in which `rank` was the first rank to fail, with the exit code `code`.
 
-    Args:
-        rank: the first rank that failed.
-        code: that rank's exit code.
-        ends: {rank: the outcome with which it failed, or None if it ended normally}.
-        oom_kills: the number that `outcomes.oom_kills` returned before the ranks began: how many processes the kernel
-            had killed for lack of memory. If this number has grown since then, a SIGKILL of the rank is reported as
-            "out of memory".
+    `ends`: {rank: its failure; None: a normal end}; `oom_kills`: `outcomes.oom_kills()` before the ranks began.
     """
     outcome = ends.get(rank) or outcomes.died(code, oom_kills)
     if outcome.status == "invalid":
@@ -313,19 +283,12 @@ def _lost_connection(outcome: Outcome) -> bool:
 
 
 def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, ends) -> Outcome:
-    """Perform an experiment as one rank, in a process that dies with its parent, and return its outcome.
-
-    A rank that fails puts its outcome into `ends` and exits with an error. The launcher then ends the other ranks, so
-    that none waits in a collective for ever, and reports the rank that exited first. A rank that fails because it lost
-    its connection to another rank waits two seconds before it exits, so that the rank at fault exits first.
+    """Perform an experiment as one rank, in a process that dies with its parent, and return the rank's outcome.
 
     Args:
-        measure: the meter, e.g. "time", see `perform`.
-        on_step: called by rank 0 after each step with the step's number; None: not called. A function with the
-            attribute `takes_turns` may block while other experiments, which alternate with this one, run.
-        folder: folder for the rank's files; the launcher removes it.
-        barrier: barrier of all ranks. If `on_step` has the attribute `takes_turns`, each rank waits at the barrier
-            before and after rank 0 calls `on_step`, so that all ranks stop and continue together.
+        measure, on_step: as in `perform`; rank 0 calls `on_step`.
+        folder: folder for the rank's files.
+        barrier: barrier of all ranks.
         ends: queue that gets {rank: the outcome with which it failed, or None if it ended normally}.
     """
     import torch
@@ -343,21 +306,22 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
 
     quiet.ASKING.ask = None  # ranks share one channel, so none of them may use it to ask
 
-    def in_step(number: int) -> None:
+    def in_step(number: int) -> None:  # all ranks stop and continue together
         barrier.wait()
         if rank == 0:
             on_step(number)
         barrier.wait()
 
-    takes_turns = getattr(on_step, "takes_turns", False)
+    takes_turns = getattr(on_step, "takes_turns", False)  # then it may block while other experiments run
     try:
         outcome = _perform(experiment, measure, in_step if takes_turns else on_step if rank == 0 else None)
     except BaseException as error:
         outcome = outcomes.failed(error)
         ends.put({rank: outcome})
         if _lost_connection(outcome):
-            time.sleep(2)
+            time.sleep(2)  # so that the rank at fault exits first: the launcher reports the first
         sys.stdout.flush()
+        # The launcher then ends the other ranks, so that none waits in a collective for ever.
         os._exit(1)  # no destroy_process_group: it waits for the others
     ends.put({rank: None})
     if torch.distributed.is_initialized():
@@ -367,11 +331,8 @@ def _rank(experiment: Experiment, measure: str, on_step, folder: str, barrier, e
 
 
 def _meet_or_fail() -> None:
-    """Make each gloo group created from now on raise RuntimeError if its ranks have not connected after a minute.
-
-    gloo connects each rank with each other rank. In rare cases a connection fails, and all ranks would wait silently
-    until torch's timeout, half an hour.
-    """
+    """Make each new gloo group raise RuntimeError if the ranks have not connected after a minute."""
+    # gloo connects all pairs of ranks. If one fails, all ranks wait silently until torch's timeout, half an hour.
     # Seen twice, in launches of eight ranks on two cores, and not in 450 further launches.
     from torch.distributed import distributed_c10d
 

@@ -142,32 +142,23 @@ def _recv(mode: Values, tensor: Tensor, src=None, group=None, tag=0, group_src=N
 
 @contextlib.contextmanager
 def _send_and_receive(mode: Values, p2p_op_list: list) -> Iterator[None]:
-    """When this context ends, do all sends of `p2p_op_list`, then its receives.
-
-    Two ranks that receive first would wait for each other. `mode`: this process's `Values`.
-    """
+    """When this context ends, do all sends of `p2p_op_list`, then its receives."""
     yield
-    for is_sender in (True, False):
+    for is_sender in (True, False):  # two ranks that receive first would wait for each other
         for each in (each for each in p2p_op_list if (each.op.__name__ == "isend") == is_sender):
             _between_two(mode, each.tensor, each.group, each.group_peer, None, is_sender)
 
 
 def _between_two(mode: Values, tensor: Tensor, group, peer: int | None, rank: int | None, is_sender: bool) -> None:
-    """Send a small tensor of whole numbers (e.g. an object's description) to another rank, or receive one from it.
+    """Send a small tensor of whole numbers or booleans to another rank, or receive one from it.
 
-    Args:
-        mode: this process's `Values`.
-        tensor: the tensor to send or to write into.
-        group: the group of both ranks; None: the group of all ranks.
-        peer: the other rank's number in the group; None: `rank` is used.
-        rank: the other rank's number among all ranks. If both are None, any rank is meant, and values stay unknown.
-        is_sender: whether this rank sends.
+    `peer`: the other rank's number in the group; `rank`: its number among all ranks, used if `peer` is None.
     """
     group = group or distributed.group.WORLD
     if peer is None and rank is not None:
         peer = distributed.get_group_rank(group, rank)
-    if peer is None or tensor.dtype not in EXACT or tensor.nbytes > LARGEST_SENT:
-        return
+    if peer is None or tensor.dtype not in EXACT or tensor.nbytes > LARGEST_SENT:  # no peer: any rank
+        return  # values stay unknown
     ends = (group.rank(), peer) if is_sender else (peer, group.rank())
     store, key = _next_key(group, "{} to {}".format(*ends))
     if is_sender:
@@ -177,19 +168,12 @@ def _between_two(mode: Values, tensor: Tensor, group, peer: int | None, rank: in
 
 
 def _is_sent(tensor: Tensor, ranks: int = 1) -> bool:
-    """Return whether `tensor` is small enough for the ranks to exchange its values.
-
-    The limit is `LARGEST_FLOAT` elements, or, for whole numbers and booleans, `LARGEST_SENT` bytes in one collective.
-    `ranks`: how many tensors of this type and size the ranks exchange in the collective.
-    """
+    """Return whether `tensor` is small enough to be exchanged; `ranks`: how many such tensors are exchanged."""
     return (tensor.dtype in EXACT and tensor.nbytes * ranks <= LARGEST_SENT) or tensor.numel() <= LARGEST_FLOAT
 
 
 def _from_all(mode: Values, tensor: Tensor, sent: bytes, group) -> list[bytes]:
-    """Send this rank's packed values, `sent`, to all ranks of a group, and return what each rank sent (see `_packed`).
-
-    `tensor`: has the type and size of each rank's tensor. If this size is too large to be exchanged, return [].
-    """
+    """Send this rank's values `sent` to a group; return the values of all ranks, or [] if `tensor` is too large."""
     group = group or distributed.group.WORLD
     everyone = [*range(group.size())]
     return _exchange(mode, group, "all", {group.rank(): sent}, everyone) if _is_sent(tensor, len(everyone)) else []
@@ -202,14 +186,9 @@ def _receive(mode: Values, tensors: list[Tensor], packed: list[bytes]) -> None:
 
 
 def _exchange(mode: Values, group, kind: str, sent: dict[int, bytes], wanted: list[int]) -> list[bytes]:
-    """Put the contents of `sent` into the ranks' key-value store; wait for the keys `wanted`; return their contents.
+    """Put `sent`, {key: content}, into the ranks' store; return the contents of the keys `wanted` once all exist.
 
-    Args:
-        mode: this process's `Values`, which counts the collectives.
-        group: the group, all of whose ranks call this function.
-        kind: kind of collective; each kind has its own keys.
-        sent: {key: content}.
-        wanted: keys, which this or another rank of the group puts into the store.
+    All ranks of `group` call this function. `kind`: kind of collective; each kind has its own keys.
     """
     store, key = _next_key(group, kind)
     for each, content in sent.items():
@@ -239,11 +218,8 @@ def _packed(mode: Values, tensor: Tensor) -> bytes:
 
 
 def _unpack(mode: Values, content: bytes, tensor: Tensor) -> None:
-    """Write the values in `content`, a result of `_packed`, into `tensor`.
-
-    If `content` is b"" or has another size than `tensor`, note instead that the values of `tensor` are unknown.
-    """
+    """Write the values in `content` (see `_packed`) into `tensor`, or mark `tensor` as unknown."""
     if len(content) == 1 + tensor.nbytes > 1:
         mode.fill(tensor, torch.frombuffer(bytearray(content[1:]), dtype=tensor.dtype).view(tensor.shape))
-    elif tensor.numel():
+    elif tensor.numel():  # unknown, or of another size
         mode.mark(False, tensor)

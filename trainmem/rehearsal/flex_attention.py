@@ -56,13 +56,9 @@ def install(answers: Counter[str]) -> None:
 
 
 def _is_compiled() -> bool:
-    """Return whether the program is running a function that it gave to torch.compile.
-
-    A program that calls flex attention uncompiled makes torch compile a function of flex attention's own. That function
-    does not count.
-    """
+    """Return whether a function that the program itself gave to torch.compile is running."""
     frame, count = sys._getframe(1), 0
     while frame is not None:
         count += frame.f_code.co_name == "compile_wrapper"
         frame = frame.f_back
-    return count > 1
+    return count > 1  # 1: flex attention's own function, which an uncompiled call makes torch compile
