@@ -173,7 +173,7 @@ def _is_sent(tensor: Tensor, ranks: int = 1) -> bool:
 
 
 def _from_all(mode: Values, tensor: Tensor, sent: bytes, group) -> list[bytes]:
-    """Send this rank's values `sent` to a group; return the values of all ranks, or [] if `tensor` is too large."""
+    """Send this rank's values `sent` to a group; return all ranks' values, or [] if `tensor` is too large."""
     group = group or distributed.group.WORLD
     everyone = [*range(group.size())]
     return _exchange(mode, group, "all", {group.rank(): sent}, everyone) if _is_sent(tensor, len(everyone)) else []
