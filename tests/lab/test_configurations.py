@@ -395,6 +395,8 @@ def test_a_model_is_refused_by_the_bytes_of_its_own_type(tmp_path, monkeypatch):
     assert worker._refusal(Experiment("t", task, Arguments({"use_cpu": True}))) is None
     refused = worker._refusal(Experiment("t", task, Arguments({"use_cpu": True, "dtype": "float32"})))
     assert "weights and gradients alone" in refused
+    inference = Experiment("t", task, Arguments({"use_cpu": True, "dtype": "float32"}), training=False)
+    assert worker._refusal(inference) is None  # no gradients
 
 
 @pytest.mark.nightly

@@ -86,7 +86,7 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
 
 
 def _rehearse(experiment: Experiment, folder: str, measure: str, on_step) -> Outcome:
-    """Perform an experiment in a rehearsal, without a memory meter; losses and times in the outcome are `Unknown`.
+    """Perform an experiment in a rehearsal, without a memory meter; its losses and times, if any, are `Unknown`.
 
     `measure`: the requested meter, "time", "none" or "value".
     """
@@ -166,7 +166,7 @@ def _refusal(experiment: Experiment) -> str | None:
     size = getattr(torch, weights.dtype).itemsize
     if weights.bits and not on_cpu:  # on a CPU the unquantized weights exist first
         size = weights.bits / 8
-    alone = bool(weights.bits or arguments.get("peft"))
+    alone = not experiment.training or bool(weights.bits or arguments.get("peft"))
     needed = size * parameters * (1 if alone else 2)
     if not available or needed <= available:
         return _refusal_of_workers(experiment, machine.shm_bytes)
