@@ -32,7 +32,6 @@ def compiling(plain: Callable, values: Values) -> Callable:
     def compile_(model=None, **options):
         if model is None:
             return functools.partial(compile_, **options)
-        _install(values)
         made = plain(model, **options)
         if not isinstance(made, torch.nn.Module):
             return _without(values, made)
@@ -54,6 +53,7 @@ def _without(values: Values, function: Callable) -> Callable:
     def run(*args, **kwargs):
         if torch.compiler.is_compiling():  # called by code that is compiled: it becomes a part of that code
             return function(*args, **kwargs)
+        _install(values)  # not earlier: it imports the compiler, and libraries compile functions that few programs call
         with _off(values):
             return function(*args, **kwargs)
 
@@ -62,6 +62,7 @@ def _without(values: Values, function: Callable) -> Callable:
 
 @contextlib.contextmanager
 def _off(values: Values) -> Iterator[None]:
+    """Take the function mode `values` off this thread's stack of modes in this context."""
     from torch._dynamo.utils import set_torch_function_mode_stack  # imported by the first torch.compile
 
     before = _get_current_function_mode_stack()
