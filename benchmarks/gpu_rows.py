@@ -125,7 +125,7 @@ class Here:
     @property
     def lacking_compiler(self) -> str:
         if self.machine.rehearsed:
-            return "a rehearsal: what is compiled for a card cannot run where there is none"
+            return "a rehearsal measures no times of compiled code"
         return "" if any(map(shutil.which, ("cc", "gcc", "clang"))) else "needs a C compiler"
 
 

@@ -90,7 +90,7 @@ def row(name: str, program: dict, options: argparse.Namespace) -> dict:
     if used:
         first = used[0]
         found |= {"processes": len(used), "steps": first["steps"], "phases": first["phases"], "peaks": peaks_of(first)}
-        found |= {"answers": first["answers"], "compiled": first["compiled"], "saved": len(first["saved"])}
+        found |= {"answers": first["answers"], "saved": len(first["saved"])}
     if errors := [each["error"] for each in run.processes if each["error"]]:
         place = re.sub(r"^.*/(?=[^/]+, line)|: .*$", "", errors[0]["line"])  # no line of another project's code
         found |= {"message": errors[0]["message"], "line": place}

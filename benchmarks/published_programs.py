@@ -66,7 +66,7 @@ def measure(rows: Named, _: argparse.Namespace) -> Iterable[tuple[str, dict]]:
         folder = re.sub(r"\W+", "-", name)
         found = measure_programs.row(folder, program(published, row), options)
         about = {"name": name, "published": row["published"], "status": found["status"], "code": found.get("code")}
-        about |= {key: found[key] for key in ("steps", "minutes", "message", "compiled", "answers") if key in found}
+        about |= {key: found[key] for key in ("steps", "minutes", "message", "answers") if key in found}
         if "peaks" in found:
             allocated, reserved = (size / published["unit"] for size in found["peaks"])
             about |= {"allocated": round(allocated, 3), "reserved": round(reserved, 3)}

@@ -598,9 +598,11 @@ def test_workers_of_a_data_loader_inherit_the_meter_and_have_no_gpu(a100):
     assert helped.peak_bytes == alone.peak_bytes
 
 
-def test_compiled_code_cannot_be_rehearsed_and_is_not_reported_as_uncompiled(a100):
-    with pytest.raises(NeedsValues, match="compiled for a card"):
-        Lab("gpu", executor=a100).train("compiled", task=SMALL, measure="memory", torch_compile=True)
+def test_a_compiled_training_is_rehearsed_compiled(a100):
+    lab, arguments = Lab("gpu", executor=a100), {"task": SMALL, "measure": "memory", "bf16": True}
+    plain, compiled = (lab.train(f"compile {on}", torch_compile=on, **arguments) for on in (False, True))
+    assert compiled.ok, compiled.message
+    assert compiled.peak_bytes < plain.peak_bytes
 
 
 @pytest.mark.nightly

@@ -116,7 +116,7 @@ def estimate(
 
 COMPILED_ERROR = (
     "torch_compile cannot be estimated, because the compiler decides what compiled code keeps. Measure it with "
-    "lab.train(..., torch_compile=True), or leave torch_compile out"
+    "lab.train(..., torch_compile=True), rehearse it (perf-helpers rehearse), or leave torch_compile out"
 )
 
 

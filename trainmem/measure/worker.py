@@ -27,7 +27,6 @@ from trainmem.unknown import Unknown
 # Steps of compiled code, of which the last counts: a model may be compiled again after its first call, because
 # transformers' models complete their configuration in that call.
 _METERED_COMPILED = 4
-NO_COMPILER = "a rehearsal cannot run code that is compiled for a card"
 
 
 def perform(experiment: Experiment, measure: str, on_step: Callable[[int], None] | None = None) -> Outcome:
@@ -58,8 +57,6 @@ def _perform(experiment: Experiment, measure: str, on_step) -> Outcome:
         torch.set_num_threads(experiment.threads)
     if refusal := _refusal(experiment):
         return Outcome("refused", refusal)
-    if experiment.arguments.compiles and hardware.is_rehearsal():
-        return Outcome("needs values", NO_COMPILER)
     with tempfile.TemporaryDirectory(prefix="perf_helpers-", dir=forked.own_folder()) as folder:
         on_cpu = bool(experiment.arguments.get("use_cpu"))
         if measure in ("memory", "categories"):

@@ -9,8 +9,8 @@ is judged by them.
 `rehearse` takes a training or a function of yours; `Rehearsal` is an executor for a `Lab`; `run` takes any command and
 returns a `ProgramRun`, even if the command fails. Each of them raises a RuntimeError that names what is missing if this
 machine cannot rehearse.
-Not covered: workspaces of cuDNN's convolutions and batch norms (assumed to be none), and code that torch.compile
-would compile: it runs uncompiled. Triton kernels that torch itself launches are compiled and launched like all others.
+Not covered: workspaces of cuDNN's convolutions and batch norms (assumed to be none). Code under torch.compile is
+compiled, but for its kernels. Triton kernels that torch itself launches are compiled and launched like all others.
 """
 
 from trainmem.cards import CARDS, Card, card

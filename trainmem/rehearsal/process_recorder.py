@@ -9,7 +9,6 @@ reads the file, which has these fields:
     phases                   {phase: [allocated, reserved]}, the peaks in bytes on the fullest device
     ended, error             whether the process came to its end; the error that ended it: {kind, message, line}
     answers                  {what the rehearsal assumed, e.g. "comparisons of tensors, false": how often}
-    compiled                 names of the functions and modules that torch.compile would have compiled
     saved                    files of weights that the program wrote, and that have no values
     opened                   files that the program opened for writing
     began                    when the rehearsal began, in seconds since 1970
@@ -39,7 +38,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trainmem.core import stack_dumps
-from trainmem.rehearsal import unwritten_files
+from trainmem.rehearsal import compiled_code, unwritten_files
 from trainmem.unknown import NeedsLibrary, NeedsValues
 
 KINDS = {NeedsValues: "needs values", NeedsLibrary: "needs a library", torch.OutOfMemoryError: "out of memory"}
@@ -65,7 +64,6 @@ class Recorder:
     def __init__(self, folder: str, values):
         self.folder, self.values = folder, values
         self.read, self.reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
-        self.compiled: list[str] = []
         self.files = unwritten_files.Files(self.write)
         self.begin()
 
@@ -104,14 +102,19 @@ class Recorder:
         self.seen.pop(device, None)
 
     def before_forward(self, *_) -> None:
+        if torch.compiler.is_compiling():
+            return
         if not self.backwards and not self.forwards:
             self.turn(FORWARD if torch.is_grad_enabled() else INFERENCE)
         self.forwards += not self.backwards
 
     def after_forward(self, *_) -> None:
-        self.forwards -= not self.backwards
+        if not torch.compiler.is_compiling():
+            self.forwards -= not self.backwards
 
     def backward(self, plain: Callable, *args, **kwargs) -> Any:
+        if compiled_code.is_traced():  # the compiler records a backward pass
+            return plain(*args, **kwargs)
         if not self.backwards:
             self.turn(BACKWARD)
         self.backwards, self.has_gradients = self.backwards + 1, True
@@ -129,21 +132,23 @@ class Recorder:
         self.has_gradients = False
         self.turn(BETWEEN)
 
-    def noting(self, function: Callable) -> Callable:
-        """Wrap a function given to torch.compile; a call of the wrapper adds the function's name to `self.compiled`.
+    def compile_(self, plain: Callable, model: Any = None, **options) -> Any:
+        """Compile a function with `plain`, which is torch.compile; each call of the result is a forward pass."""
+        made = plain(model, **options)
+        if model is None:
+            return lambda model: self.compile_(plain, model, **options)
+        if isinstance(made, torch.nn.Module):
+            return made  # hooks on modules see its calls
 
-        The name is not added earlier, because libraries compile functions when they are imported, and few programs call
-        these functions.
-        """
-
-        owner, name = getattr(function, "__self__", None), getattr(function, "__qualname__", type(function).__name__)
-        name = type(owner).__name__ if isinstance(owner, torch.nn.Module) else name
-
-        @functools.wraps(function)
+        @functools.wraps(made)
         def called(*args, **kwargs):
-            if name not in self.compiled:
-                self.compiled.append(name)
-            return function(*args, **kwargs)
+            if torch.compiler.is_compiling() or self.phase == UPDATE:
+                return made(*args, **kwargs)
+            self.before_forward()
+            try:
+                return made(*args, **kwargs)
+            finally:
+                self.after_forward()
 
         return called
 
@@ -168,7 +173,6 @@ class Recorder:
             "ended": self.ended,
             "error": error and described(error),
             "answers": self.values.answers,
-            "compiled": self.compiled,
             "saved": [*self.files.saved],
             "opened": [*self.files.older.opened],
             "began": self.files.older.start,
@@ -189,7 +193,7 @@ def described(error: BaseException) -> dict[str, str]:
     chain, cause = [], error
     while cause is not None and not any(cause is each for each in chain):
         chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__  # the compiler's first
     kinds = [(each, kind) for each in chain for of, kind in KINDS.items() if isinstance(each, of)]
     # The message of an error of `torch.multiprocessing.spawn` is the traceback of another process.
     kinds += [(each, kind) for each in chain for of, kind in KINDS.items() if f"{of.__name__}: " in str(each)]
@@ -253,14 +257,7 @@ def install(values, folder: str) -> None:
     _replace(torch.autograd.graph, "_engine_run_backward", recorder.backward)
     torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward
 
-    def compile_nothing(plain, model=None, *args, **kwargs):
-        if isinstance(model, torch.nn.Module):
-            recorder.compiled.append(type(model).__name__)
-        elif callable(model):
-            model = recorder.noting(model)
-        return plain(model, *args, **kwargs)
-
-    _replace(torch, "compile", compile_nothing)
+    _replace(torch, "compile", recorder.compile_)
     warnings.filterwarnings("ignore", ".*when there are global hooks on modules")  # these are the recorder's
     _refuse_uploads()
     unwritten_files.install(recorder.files, values)

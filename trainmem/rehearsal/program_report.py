@@ -32,6 +32,7 @@ _ASSUMING = {  # comes before the remedy if values were not assumed
     "needs values": "add --assume, which assumes unknown values by fixed rules, or ",
     "needs a library": "add --assume, which counts no workspace of the library, or ",
 }
+_OF_THE_COMPILER = ("BackendCompilerFailed", "InductorError", "InternalTorchDynamoError", "Unsupported")  # its errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,9 @@ class ProgramRun:
 
     def _remedy(self) -> str:
         """Return advice on what to do after the program has ended with this `status`; "" if there is none."""
+        messages = [each["error"]["message"] for each in self.processes if each["error"]]
+        if self.status == "failed" and any(message.startswith(_OF_THE_COMPILER) for message in messages):
+            return "set TORCH_COMPILE_DISABLE=1 to run uncompiled what the program gives to torch.compile"
         if self.status == "failed" and any(sum(each["answers"].values()) for each in self.processes):
             return "an assumed answer may be the cause, see below; leave out the lines that need values"
         return ("" if self.assumes else _ASSUMING.get(self.status, "")) + _REMEDIES.get(self.status, "")
@@ -159,13 +163,6 @@ def _assumptions(processes: list[dict], card: Card, assumes: bool, saved: list[s
     if assumes:
         given = "; ".join(f"{kind}: {count:,}" for kind, count in answers.most_common()) or "none was needed"
         found.append(f"values (--assume), answered by rule and not computed: {given}")
-    compiled = {name: None for each in processes for name in each["compiled"] if "_flex_attention_hop" not in name}
-    if compiled:  # flex attention compiles its own function, too
-        names = ", ".join([*compiled][:5]) + (", ..." if len(compiled) > 5 else "")
-        found.append(
-            f"torch.compile ran {names} uncompiled: compiled code may take far less memory "
-            "(flex attention excepted, which took the memory of its compiled kernels)"
-        )
     if saved:
         how = "file of weights has no values and was" if len(saved) == 1 else "files of weights have no values and were"
         found.append(f"{len(saved)} {how} removed, e.g. {saved[0]}")

@@ -198,6 +198,9 @@ def command(on: Card) -> Iterator[tuple[Path, dict[str, str]]]:
         variables = {
             "LD_PRELOAD": str(library / "librehearsal.so"),
             "CUDA_MODULE_LOADING": "LAZY",
+            # What torch.compile writes in a rehearsal has no kernels: it must not be found by a later run on a card.
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "compiled")),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes: there are no kernels to compile
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # as in fresh subprocesses
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",  # lets torch, once imported, start to track values, see `inside`
         }

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from trainmem.rehearsal import exchanged_values, flex_attention, process_recorder
+from trainmem.rehearsal import compiled_code, exchanged_values, process_recorder
 from trainmem.rehearsal.device_memory import memory_of, out_of_sight
 from trainmem.rehearsal.known_values import EXACT, LARGE_WEIGHT, LARGEST, Values, is_small
 from trainmem.rehearsal.needed_libraries import explained
@@ -37,7 +37,8 @@ def install() -> None:
     def entered(function: Callable) -> Callable:
         @functools.wraps(function)
         def run(*args, **kwargs):
-            with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:
+            is_seen = mode in _get_current_function_mode_stack() or compiled_code.is_traced()
+            with contextlib.nullcontext() if is_seen else mode:
                 return function(*args, **kwargs)
 
         return run
@@ -108,19 +109,12 @@ def install() -> None:
         Generation then continues to its maximum length.
         """
         found = is_in(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return found
         if sys._getframe(1).f_globals.get("__name__") == "transformers.generation.stopping_criteria":
             mode.answers["tokens that might end a generation, no"] += 1
             mode.fill(found, False)
         return found
-
-    compiled = torch.compile
-
-    @functools.wraps(compiled)
-    def uncompiled(*args, **kwargs):
-        """Replace `torch.compile`: the result runs uncompiled, because a rehearsal cannot load what Triton compiles."""
-        torch.compiler.set_stance("force_eager")  # not before: it imports torch._dynamo, 1.5 seconds in each process
-        flex_attention.install(mode.answers)
-        return compiled(*args, **kwargs)
 
     grouped_product = torch._grouped_mm
 
@@ -131,7 +125,7 @@ def install() -> None:
         If torch has no kernel for all groups together, torch reads the ends on the host, and multiplies each group
         that is not empty. The memory for these products is the same for all ends, unless every group is empty.
         """
-        if offs is not None and not mode.is_known(offs):
+        if offs is not None and not torch.compiler.is_compiling() and not mode.is_known(offs):
             length = second.shape[-1] if first.dim() == 3 else first.shape[-1 if second.dim() == 2 else 0]
             memory_of(offs).copy_(torch.arange(1, len(offs) + 1, device="cpu") * length // len(offs))
         return grouped_product(first, second, offs, **options)
@@ -173,7 +167,7 @@ def install() -> None:
         mode.library.impl("_linalg_check_errors", lambda *_, **__: None, "CUDA")  # no solver ran that could have failed
         mode.library.impl("_coalesce", functools.partial(_coalesced, mode), "SparseCUDA")
     torch.Tensor.any = any_outlier
-    torch.compile = uncompiled
+    torch.compile = compiled_code.compiling(torch.compile, mode)
     torch.nn.init._no_grad_trunc_normal_ = fill
     torch.testing.assert_close = close
     threading.Thread.run = entered(threading.Thread.run)

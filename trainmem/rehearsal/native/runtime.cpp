@@ -8,6 +8,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "device.h"
 using namespace rehearsal;
@@ -230,33 +231,57 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) { *stream = (cudaStream_t)han
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return OK; }
-// Graphs: while one is captured, all streams are part of it. The program's own code runs once and allocates as on a card;
-// a replay has nothing to do.
+// Graphs: a stream is captured if the capture began on it, or if it has waited for an event of a captured stream. The
+// program's own code runs once and allocates as on a card; a replay has nothing to do.
 static std::atomic<unsigned long long> captured{0};  // the number of the capture under way; 0: none
-static cudaStreamCaptureStatus capturing() {
-    return captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+static std::set<cudaStream_t> streams;               // of this capture
+static std::set<cudaEvent_t> events;                 // recorded by these streams
+static cudaStreamCaptureStatus capturing(cudaStream_t stream) {
+    std::lock_guard<std::mutex> lock(guard);
+    return streams.count(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
 }
-cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
     static std::atomic<unsigned long long> last{0};
+    std::lock_guard<std::mutex> lock(guard);
     captured = ++last;
+    streams = {stream};
     return OK;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+    std::lock_guard<std::mutex> lock(guard);
     captured = 0;
+    streams.clear();
+    events.clear();
     *graph = (cudaGraph_t)handle();
     return OK;
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { *status = capturing(); return OK; }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    std::lock_guard<std::mutex> lock(guard);
+    streams.count(stream) ? (void)events.insert(event) : (void)events.erase(event);
+    return OK;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+    return cudaEventRecord(event, stream);
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    std::lock_guard<std::mutex> lock(guard);
+    if (events.count(event)) streams.insert(stream);
+    return OK;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+    *status = capturing(stream);
+    return OK;
+}
 #if CUDART_VERSION >= 13000
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
                                      cudaGraph_t* graph, const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
                                      size_t* count) {
     if (edges) *edges = nullptr;
 #else
-cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
                                         cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* count) {
 #endif
-    *status = capturing();
+    *status = capturing(stream);
     if (id) *id = captured;
     if (graph) *graph = (cudaGraph_t)handle();
     if (nodes) *nodes = nullptr;
