@@ -233,9 +233,10 @@ class Task(Record):
     def _class_name(self, config) -> str:
         """Return the name of the class that `model_class` returns, without importing the model's code."""
         name, known = self.architecture or next(iter(config.architectures or []), None), families.of_classes()
+        # `usual_class` raises ValueError if no class of this model type computes such a loss.
         if not self.architecture and (objective := self.loss_objective):
             if name is None or known.get(name) != "sequence classification" or objective != "preference":
-                name = families.usual_class(config, objective)  # ValueError: no class has this objective
+                name = families.usual_class(config, objective)
         elif not self.architecture and (name is None or families.is_bare(name)) and name not in known:
             name = families.usual_class(config)
         return name
