@@ -148,13 +148,11 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _at_once() -> int:
-    """Return how many lessons to run in parallel here: up to four on a CPU with two cores or more, otherwise one.
-
-    Four, because lessons often wait while another is timed; fewer if less than 4 GiB of memory is available for each.
-    """
+    """Return how many lessons to run in parallel: up to four on a CPU with two cores or more, otherwise one."""
     machine = hardware.describe()
     if machine.kind != "cpu" or (machine.cpu_cores or 1) < 2:
         return 1
+    # Four, because lessons often wait while another is timed; at most one per 4 GiB of available memory.
     return max(1, min(4, machine.cpu_cores + 2, psutil.virtual_memory().available // (4 * 2**30)))
 
 

@@ -182,10 +182,7 @@ def products(lab, dtype: str, task: Task, batch_size: int, use_cpu: bool = False
 
 
 def _copied_bytes(device: str) -> int:
-    """Return how many bytes to copy to measure a copy rate, so that source and target together exceed the cache.
-
-    GPU: `COPIED_BYTES`. CPU: its largest cache, limited to 1/8 of the free memory, but at least `COPIED_BYTES`.
-    """
+    """Return how many bytes to copy to measure a copy rate, so that source and target together exceed the cache."""
     least = COPIED_BYTES[device]
     if device == "cuda":
         return least

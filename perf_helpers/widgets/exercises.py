@@ -298,10 +298,7 @@ def challenge(
 
 
 def _recipe_problem(answer: Any, baseline: Run) -> str | None:
-    """Return why the recipe `answer` is refused before it is run; None if it can be run.
-
-    `answer` must be a dict of training arguments that keeps the effective batch and training length of `baseline`.
-    """
+    """Return why `answer`, a dict of training arguments, is refused before any run; None if nothing is wrong."""
     if not isinstance(answer, Mapping) or not all(isinstance(name, str) for name in answer):
         return f"{answer!r} is not a dict of training arguments: give e.g. {{'per_device_train_batch_size': 1}}"
     try:
@@ -321,10 +318,9 @@ def _recipe_problem(answer: Any, baseline: Run) -> str | None:
 def _measured_feedback(
     lab: Lab, key: str, recipe: dict[str, Any], baseline: Run, limit_bytes: float | None, at_least_speed: float | None
 ) -> Feedback:
-    """Run a recipe (training arguments), keep it in the journal if it meets the target, and return the feedback.
+    """Return the feedback on a run of `recipe` (training arguments); the journal keeps a recipe that meets the targets.
 
-    `key` names the challenge. `limit_bytes` is the largest allowed peak; None: any. `at_least_speed` is the least
-    allowed speed, as a share of the baseline's speed; None: any.
+    `limit_bytes`, `at_least_speed`: as in `challenge`.
     """
     name, same = f"your {key}", replace(baseline, arguments=recipe).experiment
     before = (run for run in lab.runs if run.ok and run.memory and run.name == name and run.experiment == same)

@@ -27,7 +27,7 @@ class Change:
 def helpful_changes(search: RecipeSearch, smallest: Candidate) -> tuple[Change, ...]:
     """Return changes that reduce the memory of the recipe `smallest`; changes with which the recipe fits come first."""
     needed, estimated = search.needed(smallest), search.estimates[smallest]
-    # Bytes by category at the peak and at the end of each phase, and the bytes needed in addition to live ones.
+    # {category: live bytes} at the peak and at the end of each phase; bytes needed on top, e.g. for the CUDA context.
     breakdowns = [estimated.memory.breakdown, *(estimated.memory.phase_breakdowns or {}).values()]
     on_top = needed - estimated.peak_bytes
     changes = [_shorter(search, smallest), _sharded(search, smallest.micro_batch, breakdowns, on_top)]
@@ -53,12 +53,7 @@ def _shorter(search: RecipeSearch, smallest: Candidate) -> Change | None:
 def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], on_top: int) -> Change:
     """Return the change that divides weights, gradients and optimizer states among the fewest devices that suffice.
 
-    If no number of devices suffices, the change says so in its text.
-
-    Args:
-        size: the recipe's micro-batch, in samples.
-        breakdowns: {category: live bytes} of the recipe, at the peak and at the end of each phase of a step.
-        on_top: bytes that the recipe needs in addition to live bytes, e.g. for the CUDA context.
+    `size`: samples of the micro-batch; `breakdowns`, `on_top`: see `helpful_changes`.
     """
     assumption = (
         "Sharding: only weights, gradients and optimizer states are divided by the number of devices; the layer "
@@ -81,10 +76,9 @@ def _sharded(search: RecipeSearch, size: int, breakdowns: list[dict[str, int]], 
 
 
 def _offloaded(search: RecipeSearch, breakdowns: list[dict[str, int]], on_top: int) -> Change | None:
-    """Return the change that keeps the optimizer states on the host; None if the recipe has no states.
+    """Return the change that keeps the optimizer states on the host; None if there are no such states.
 
-    `breakdowns`: {category: live bytes} of the recipe, at the peak and at the end of each phase of a step. `on_top`:
-    bytes that the recipe needs in addition to live bytes, e.g. for the CUDA context.
+    `breakdowns`, `on_top`: see `helpful_changes`.
     """
     states = max(parts["optimizer_states"] for parts in breakdowns)
     if not states:

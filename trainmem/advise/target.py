@@ -81,17 +81,9 @@ def find(
 
 
 def _kept_for_context(given: int | float | str | None, kind: str, processes: int) -> tuple[int, str]:
-    """Return (bytes kept for the CUDA context, a text for the advice's notes).
+    """Return (bytes kept for the CUDA context, a note on what the advice's column "needs" includes).
 
-    The text says what the bytes in the advice's column "needs" include, and what takes additional memory.
-
-    Args:
-        given: the user's `context_memory`, bytes or a text such as "500MB"; None: the default.
-        kind: "cpu" or "cuda"; a CPU keeps 0 bytes.
-        processes: number of ranks; if there are several on GPUs, the text mentions NCCL's buffers.
-
-    Raises:
-        ValueError: `given` is not a number of bytes, or is given although `kind` is "cpu", which has no CUDA context.
+    `given`: the user's `context_memory`. Raises ValueError if it is no number of bytes, or if it is given for a CPU.
     """
     if kind == "cpu":
         if given is not None:

@@ -221,12 +221,8 @@ def _in_few_bits(layer, weight, device: Any):
 
 
 def _boundaries(kind: str, device: Any) -> None:
-    """Fill bitsandbytes' cache of quantization boundaries before the meters start.
-
-    Otherwise the meters would count this cache, which bitsandbytes fills at its first quantization on a CPU.
-
-    `kind`: the 4-bit type, "nf4" or "fp4".
-    """
+    """Fill bitsandbytes' cache of boundaries for the 4-bit type `kind` ("nf4" or "fp4") before the meters start."""
+    # Otherwise the first quantization on a CPU fills the cache, and the meters count its bytes.
     with contextlib.suppress(ImportError):
         from bitsandbytes.backends.default.ops import _get_4bit_quantize_bounds
 
@@ -246,13 +242,13 @@ def as_python(settings: Mapping[str, Any]) -> str:
 def is_prepared(given: Mapping[str, Any], quantization: Mapping[str, Any]) -> bool:
     """Return whether to prepare a quantized model for training by peft's function `prepare_model_for_kbit_training`.
 
-    If the training argument `prepare_model_for_kbit_training` is given, return its value. Otherwise return True if
-    adapters are added to the model and the method is not quanto, whose weights the function cannot cast.
+    The training argument of that name decides. Its default is True if adapters are added, except with quanto.
 
     Args:
         given: training arguments; only "peft" and "prepare_model_for_kbit_training" are read.
         quantization: fields of the quantization_config.
     """
+    # The function cannot cast quanto's weights.
     by_default = given.get("peft") is not None and method_of(quantization) != "quanto"
     return bool(given.get("prepare_model_for_kbit_training", by_default))
 
@@ -314,28 +310,18 @@ def _missing_package(error: ImportError) -> str:
 
 
 def _check_cache_is_known(peft, model, name: str, family: str, generates: bool) -> None:
-    """Refuse adapters that learn a prefix or a prompt, if the installed peft is too old for the planned use.
+    """Raise ValueError if the installed peft is too old for the planned use of a learned prefix or prompt.
 
-    transformers 5.24 renamed `past_key_values` to `cache`, but peft 0.21 still uses the old name. Three uses are
-    refused: (1) a prefix for a classifier, because peft rejects the prefix; (2) a prefix in `generate`, because
-    `generate` ignores the prefix; (3) a prompt in `generate` of a decoder, because `generate` puts the prompt before
-    every token. The training of a generative model is allowed, because there transformers still accepts the old name.
-
-    Args:
-        peft: the imported package.
-        name: peft's name of the kind of adapter, e.g. "PREFIX_TUNING".
-        family: the data that the model takes, e.g. "causal".
-        generates: whether `generate` will be called.
-
-    Raises:
-        ValueError: peft is older than transformers requires, and would run this kind of adapter wrongly or not at all.
+    `name`: peft's name of the kind of adapter, e.g. "PREFIX_TUNING"; `family`, `generates`: as in `adapted`.
     """
     import transformers
     from packaging.version import Version
 
+    # transformers 5.24 renamed `past_key_values` to `cache`; peft 0.21 still uses the old name.
     needed = transformers.integrations.peft.MIN_PEFT_VERSION
     if Version(transformers.__version__) < Version("5.24") or Version(peft.__version__) >= Version(needed):
         return
+    # Training of a generative model is allowed: there transformers still accepts the old name.
     if name in _IN_THE_CACHE:
         wrong = "generate() ignores the prefix" if generates else "peft rejects a prefix for this model"
         fails = generates or family in _CLASSIFIES

@@ -188,22 +188,15 @@ class Task(Record):
         return self.objective or of_preset
 
     def _own_fields(self) -> dict[str, Any]:
-        """Return `config` with `torch_dtype` renamed to `dtype`, and `num_labels` 1 for the objective "preference".
-
-        `torch_dtype` is the older name of the weights' type; it would not replace the `dtype` of a configuration file.
-        If `config` sets `dtype` or `num_labels`, that value is kept.
-        """
+        """Return `config` with `torch_dtype` renamed to `dtype`, and `num_labels` 1 for the objective "preference"."""
         own = dict(self.config)
         if self.loss_objective == "preference":
             own.setdefault("num_labels", 1)
+        # `torch_dtype`, the older name, would not replace the `dtype` of a configuration file.
         return own | {"dtype": own.pop("torch_dtype")} if own.get("torch_dtype") and not own.get("dtype") else own
 
     def _config_of_hub(self):
-        """Return the configuration of a name on the Hub; if the Hub does not answer quickly, the cached one.
-
-        Raises:
-            ValueError: there is no such name, or the Hub does not answer and nothing is cached.
-        """
+        """Return the configuration of a name on the Hub; if the Hub does not answer quickly, the cached one."""
         from transformers import AutoConfig
 
         name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.model, re.ASCII)  # otherwise it is a path, or mistyped
@@ -238,11 +231,9 @@ class Task(Record):
         return found
 
     def _class_name(self, config) -> str:
-        """Return the name of the class that `model_class` returns, without importing the model's code.
-
-        `config`: the task's configuration. Raises ValueError if no class of this model type has the `loss_objective`.
-        """
+        """Return the name of the class that `model_class` returns, without importing the model's code."""
         name, known = self.architecture or next(iter(config.architectures or []), None), families.of_classes()
+        # `usual_class` raises ValueError if no class of this model type computes such a loss.
         if not self.architecture and (objective := self.loss_objective):
             if name is None or known.get(name) != "sequence classification" or objective != "preference":
                 name = families.usual_class(config, objective)
@@ -477,11 +468,7 @@ class Task(Record):
 
 
 def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
-    """Return examples as one padded batch with an attention mask, {column: tensor}.
-
-    The length is that of the longest example, rounded up to a multiple of `multiple` tokens. Token ids are padded with
-    0, and token labels with -100, which the loss ignores. Token ids have the shape (samples, length).
-    """
+    """Return a batch of examples, {column: tensor}, with attention mask, padded to a multiple of `multiple` tokens."""
     import torch
 
     columns = {name: [example[name] for example in examples] for name in examples[0]}
@@ -492,6 +479,7 @@ def _padded(examples: list[dict], multiple: int) -> dict[str, Any]:
         is_of_tokens = row.dim() and not row.is_floating_point()  # floats are labels of whole examples
         return torch.nn.functional.pad(row, (0, width - len(row)), value=value) if is_of_tokens else row
 
+    # Labels of tokens are padded with -100, which the loss ignores, other columns with 0.
     return {name: torch.stack([filled(row, -100 * (name == "labels")) for row in columns[name]]) for name in columns}
 
 

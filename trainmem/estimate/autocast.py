@@ -84,13 +84,10 @@ class _Casts:
         return self._cast((args, kwargs), torch.float32 if wide else torch.get_autocast_dtype("cpu"))
 
     def _cast(self, arguments: Arguments, dtype: torch.dtype) -> Arguments:
-        """Return the arguments (args, kwargs) with their tensors cast to `dtype`.
-
-        The arguments are cast from the last to the first, because torch's compiled C++ code evaluates them in this
-        order. The tensors of a list are cast from the first to the last.
-        """
+        """Return the arguments with their tensors cast to `dtype`."""
         cast = functools.partial(tree_map, lambda leaf: self._cast_one(leaf, dtype) if _is_cast(leaf) else leaf)
         args, kwargs = arguments
+        # torch's C++ code evaluates arguments from the last to the first; tensors of a list are cast in their order.
         options = {name: cast(value) for name, value in reversed(kwargs.items())}
         return tuple([cast(value) for value in reversed(args)][::-1]), options
 
@@ -108,10 +105,8 @@ class _Casts:
 
 
 def _is_cast(leaf: Any) -> bool:
-    """Return whether autocast casts the argument `leaf`: a tensor on the device, in floating point of at most 32 bits.
-
-    A real (not fake) tensor without dimensions counts as a number on the host, and is not cast.
-    """
+    """Return whether autocast casts `leaf`: a tensor on the device, in floating point of at most 32 bits."""
+    # A real (not fake) tensor without dimensions counts as a number on the host.
     if not isinstance(leaf, torch.Tensor) or not (isinstance(leaf, FakeTensor) or leaf.dim()):
         return False
     return leaf.is_floating_point() and leaf.dtype is not torch.float64
@@ -130,10 +125,7 @@ def _ruled(rule, name, *args, **kwargs):
 
 
 def _fp32_result(name, args, kwargs) -> Arguments:
-    """Return the arguments of a sum or product with fp32 as the type of its result, unless the caller requested a type.
-
-    `_Casts.rules` lists this rule. `name`: the operator; `args`, `kwargs`: its arguments.
-    """
+    """Return the arguments of a sum or product, with `dtype` fp32 unless the caller requested a type."""
     index = [argument.name for argument in overload(name)._schema.arguments].index("dtype")
     given = args[index] if len(args) > index else kwargs.get("dtype")
     if given is not None or not _is_cast(args[0]):
@@ -142,11 +134,7 @@ def _fp32_result(name, args, kwargs) -> Arguments:
 
 
 def _fp32_norm(name, args, kwargs) -> Arguments:
-    """Return the arguments for a norm's overload that takes `dtype`, the type of the result (see `_NORMS`).
-
-    `dtype` is fp32 if autocast casts the first argument; otherwise it is the first argument's own type.
-    `_Casts.rules` lists this rule.
-    """
+    """Return the arguments for a norm's overload that takes `dtype`, the type of the result (see `_NORMS`)."""
     defaults = [argument.default_value for argument in overload(name)._schema.arguments]
     dtype = torch.float32 if _is_cast(args[0]) else args[0].dtype
     return (*args, *defaults[len(args) :]), kwargs | {"dtype": dtype}
@@ -157,20 +145,14 @@ def _banned(name, *_):
 
 
 def _no_rule(name, *_):
-    """Raise RuntimeError for an operator that is on none of CUDA's autocast lists.
-
-    In a CUDA build of torch, `emulated` registers this rule for `_cudnn_rnn`, too. torch never calls `_cudnn_rnn` with
-    CPU tensors.
-    """
+    """Raise RuntimeError for an operator that is on none of CUDA's autocast lists."""
+    # In a CUDA build of torch, `_cudnn_rnn` has this rule, too; torch never calls it with CPU tensors.
     remedy = f"use torch {newest()} or older"
     raise RuntimeError(f"the rule by which torch {torch.__version__} autocasts {name} on CUDA is unknown: {remedy}")
 
 
 def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
-    """Return a context in which accelerate, and so the Trainer, uses autocast and scales the loss under fp16=True.
-
-    Outside this context, accelerate does so only on a GPU.
-    """
+    """Return a context in which accelerate, and so the Trainer, uses autocast and scales the loss under fp16=True."""
     from accelerate import Accelerator
 
     prepare = Accelerator.__init__
@@ -178,6 +160,7 @@ def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
     @functools.wraps(prepare)
     def preparing(self, *args, **kwargs):
         prepare(self, *args, **kwargs)
+        # Without a GPU, accelerate uses neither autocast nor a scaler.
         if self.mixed_precision == "fp16" and self.scaler is None:
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.native_amp, self.scaler = True, torch.amp.GradScaler("cpu", **options)
@@ -187,11 +170,7 @@ def _fp16_trainings_autocast() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _cuda_is_meant() -> Iterator[None]:
-    """Make `torch.autocast("cuda")` and `torch.amp.GradScaler` work in a user's loop as on a GPU.
-
-    Without a GPU torch ignores both. In this context they use "cpu" in place of "cuda", and
-    `torch.is_autocast_enabled` and `torch.get_autocast_dtype` report for "cuda" the state of "cpu".
-    """
+    """Make `torch.autocast("cuda")` and `torch.amp.GradScaler` work, which torch ignores on a machine without a GPU."""
     autocast, scaler = torch.amp.autocast, torch.amp.GradScaler
     plain, plain_scaler = autocast.__init__, scaler.__init__
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype

@@ -2,10 +2,10 @@
 
 Some kernels make several results in another order than they return them, and some take memory that no tensor shows.
 Each rule lists the requests that torch 2.13's CUDA build makes in a rehearsal (a dry run on a stub CUDA runtime); the
-rule's docstring says what the kernel does. An operation without a rule requests only its results, in the order in which
-it returns them. A rule gets `made`, the results on fake tensors, and the operation's arguments. The rule returns a list
-of tensors (results), numbers (bytes of buffers) and `Free`s. A buffer is used during the operation: it is held until a
-`Free` releases it, otherwise until the operation ends.
+rule's docstring and comments say what the kernel does. An operation without a rule requests only its results, in the
+order in which it returns them. A rule gets `made`, the results on fake tensors, and the operation's arguments. The rule
+returns a list of tensors (results), numbers (bytes of buffers) and `Free`s. A buffer is used during the operation: it
+is held until a `Free` releases it, otherwise until the operation ends.
 """
 
 import math
@@ -131,12 +131,10 @@ class Kernels:
         return self._gpu.capability[0] in (9, 10) and tensor.dtype is torch.bfloat16
 
     def _grouped(self, made, first, second, offsets=None, *_, **__):
-        """Return the memory requests of `_grouped_mm`, in order: the results (`made`), then bytes of buffers.
-
-        The buffers hold each group's sizes, strides and pointers, and a workspace per multiprocessor (cuda/GroupMM.cu).
-        """
+        """Return the memory requests of `_grouped_mm`: the results (`made`), then bytes of buffers."""
         if not self._has_grouped_kernel(first):
             return made
+        # Buffers: each group's sizes, strides and pointers; a workspace per multiprocessor (cuda/GroupMM.cu).
         groups = first.shape[0] if offsets is None else offsets.numel()
         return [*made, 60 * groups, self._gpu.processors.count * (512 if self._gpu.capability[0] == 9 else 5376)]
 
@@ -151,10 +149,8 @@ class Kernels:
         return [*made, *self._reduction(max(4, made[0].element_size()), made[0], tensor, dim)]
 
     def _reduction(self, bytes_each: int, made, tensor, dim=None, keepdim=False, *_, dtype=None, **__) -> list[Step]:
-        """Return the bytes of each buffer that a reduction requests. The list does not contain the result, `made`.
+        """Return the bytes of each buffer that a reduction requests in addition to its result, `made`.
 
-        If a sum converts its input to another type, e.g. integers to int64, one buffer holds the converted input. If
-        several thread blocks compute one element of the result, other buffers hold their partial results.
         `bytes_each`: bytes of one number of the partial results; 0: the size follows from the result's type.
         """
         if not tensor.numel():
@@ -163,17 +159,15 @@ class Kernels:
         dims = {each % max(tensor.dim(), 1) for each in dims}
         wider = bytes_each or (max(4, made.element_size()) if made.dtype.is_floating_point else made.element_size())
         casts = not bytes_each and tensor.dtype not in HALF and tensor.dtype is not made.dtype
-        copy = [tensor.numel() * made.element_size()] if casts else []
+        copy = [tensor.numel() * made.element_size()] if casts else []  # the converted input, e.g. integers as int64
+        # If several thread blocks compute one element of the result, buffers hold their partial results.
         return copy + reduction_scratch.scratch_bytes(tensor.shape, tensor.stride(), dims, self._gpu.processors, wider)
 
     # ---- indexing, scans and reductions
 
     def _index(self, made, tensor, indices, *_, **__):
-        """Return the memory requests of `index`, an indexing by tensors: bytes of buffers, then the result (`made`).
-
-        Indices on the host are first copied to the device, each to a buffer. Indices in 32 bits are copied to 64 bits
-        (TensorAdvancedIndexing.cpp: make_info).
-        """
+        """Return the memory requests of `index`, an indexing by tensors: bytes of buffers, then the result (`made`)."""
+        # Indices on the host are copied to the device, 32-bit ones to 64 bits (TensorAdvancedIndexing.cpp: make_info).
         given = [index for index in indices if index is not None]
         on_host = [*filter(self._is_on_host, given)]
         count = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
@@ -181,16 +175,7 @@ class Kernels:
         return [*[count * WORD] * len(on_host), *(index.numel() * WORD for index in narrow), *made]
 
     def _put(self, made, tensor, indices, values, accumulate=False, unsafe=False, *_, **__):
-        """Return the memory requests of `index_put`, in order: the result (`made`), then bytes and `Free`s of buffers.
-
-        With `accumulate`, buffers are needed to compare the smallest and the largest index with the bounds, and then
-        to sort the values by index and add them (cuda/Indexing.cu: index_put_with_sort_kernel). Without `accumulate`,
-        or if indices are not int32 or int64, only the result is requested.
-
-        Args:
-            tensor, indices, values, accumulate: as in `index_put`.
-            unsafe: if True, the indices are not compared with the bounds.
-        """
+        """Return the memory requests of `index_put`: the result (`made`), then bytes and `Free`s of buffers."""
         positions = [index for index in indices if index is not None]
         if not accumulate or not positions or positions[0].dtype not in (torch.int64, torch.int32):
             return made
@@ -199,30 +184,23 @@ class Kernels:
         checks = [step for index in positions for step in self._bounds(index)] if is_checked else []
         count = math.prod(torch.broadcast_shapes(*(index.shape for index in positions)))
         rows = math.prod(size for size, index in zip(tensor.shape, indices, strict=False) if index is not None)
+        # The values are sorted by index, then added (cuda/Indexing.cu: index_put_with_sort_kernel).
         sort = sort_kernels.sort_bytes(self._gpu, count, rows) if count > 2304 else 1
         each = count * WORD
         place = [each, each, Free(0), *[each, each, Free(1), Free(1)] * (len(positions) - 1)]
         return [*made, *checks, *place, *contiguous_copy(values), each, each, each, sort]
 
     def _bounds(self, index: torch.Tensor) -> list[Step]:
-        """Return the memory requests of a check that all numbers in `index` are within bounds.
-
-        A request is the bytes of a buffer, or a `Free`, which frees a buffer. The smallest and the largest number are
-        found in one pass, then compared with the bounds. `index`: whole numbers on the device, in any shape.
-        """
+        """Return the memory requests of a check that all indices are within bounds: bytes and `Free`s of buffers."""
+        # One pass finds the smallest and the largest index; then both are compared with the bounds.
         shared = reduction_scratch.scratch_bytes(
             index.shape, index.stride(), range(index.dim()), self._gpu.processors, 2 * WORD
         )
         return [WORD, WORD, *shared, *[Free(2)] * len(shared), 1, Free(2), 1, Free(2), Free(1), Free(0)]
 
     def _scan(self, made, tensor, dim, *_, **__):
-        """Return the memory requests of `cumsum` and `cumprod`, in order: the result (`made`), then bytes of buffers.
-
-        If the input has another type than the result, a buffer holds the input cast to the result's type. The exception
-        is an fp32 input with an int32 result, as in transformers' cumulative sum of the tokens per expert. The input of
-        that sum is in fp32 only on a CPU, and therefore in a trace, which runs on CPU tensors. On a GPU, the input is
-        in int32 and needs no cast (transformers/integrations/moe.py).
-        """
+        """Return the memory requests of `cumsum` and `cumprod`: the result (`made`), then bytes of buffers."""
+        # Tokens per expert: fp32 on a CPU, so in a trace; int32 on a GPU: no cast (transformers/integrations/moe.py).
         dtype, counted = made[0].dtype, made[0].dtype is torch.int32 and tensor.dtype is torch.float32
         cast = [] if counted or tensor.dtype is dtype else [tensor.numel() * dtype.itemsize]
         copy = [] if cast else contiguous_copy(tensor)
@@ -231,18 +209,14 @@ class Kernels:
         return [*made, *cast, *copy, *([scan_bytes(tensor.numel(), *tile)] if is_one else [])]
 
     def _logsumexp(self, made, tensor, dim, *_, **__):
-        """Return the memory requests of `logsumexp`: bytes and `Free`s of buffers, the result (`made`), more buffers.
-
-        The buffers before the result hold the maxima, which of them are infinite, and the exponentials. The buffers
-        after the result hold partial sums (native/ReduceOps.cpp). There are no buffers if the types of input and result
-        differ.
-        """
+        """Return the memory requests of `logsumexp`: bytes and `Free`s of buffers, the result (`made`), buffers."""
         (result,) = made
         small, each = result.nbytes, result.itemsize
         maxima = self._reduction(each, result, tensor, dim)
         if not result.numel() or tensor.dtype is not result.dtype:
             return made
         infinite = [small, result.numel(), Free(1), Free(1)]
+        # Maxima, which of them are infinite, exponentials; after the result partial sums (native/ReduceOps.cpp).
         return [
             small,
             *maxima,
@@ -254,11 +228,8 @@ class Kernels:
         ]
 
     def _extreme(self, made, tensor, dim=None, *_, **__):
-        """Return the memory requests of `amax`, `amin`, `max` and `min`, in order: results (`made`), then buffers.
-
-        The buffers hold partial results in the type of the tensor. With two results (`max` and `min` along a
-        dimension) there are no buffers.
-        """
+        """Return the memory requests of `amax`, `amin`, `max`, `min`: results (`made`), buffers of partial results."""
+        # `max` and `min` along a dimension have two results and need no buffers.
         return [*made, *self._reduction(made[0].element_size(), made[0], tensor, dim)] if len(made) == 1 else made
 
     def _variance(self, made, tensor, dim=None, *_, **__):
@@ -266,20 +237,16 @@ class Kernels:
         return [*made, *self._reduction(16, made[0], tensor, dim)]  # a partial result is four numbers (Welford's)
 
     def _distances(self, made, first, second):
-        """Return the memory requests of the distances between rows: bytes and `Free`s of buffers, then the result.
-
-        Each row of both inputs is extended by its squared length and a 1. The result (`made`) is a matmul of the two
-        extended inputs (native/Distance.cpp: _euclidean_dist).
-        """
+        """Return the memory requests of distances between rows: bytes and `Free`s of buffers, the result (`made`)."""
+        # A matmul of all rows, each extended by its squared length and a 1 (native/Distance.cpp: _euclidean_dist).
         one, other = (each.nbytes // each.shape[-1] for each in (first, second))
         lengths = [first.nbytes, one, Free(0), one, second.nbytes, other, Free(2), other]
         rows = [first.nbytes, first.nbytes + 2 * one, Free(0), Free(0), Free(2), second.nbytes + 2 * other]
         return [*lengths, *rows, Free(0), Free(0), *made]
 
     def _distances_backward(self, made, gradient, first, second, *_, **__):
-        """Return the memory requests of `_cdist_backward`, in order: the result (`made`), then bytes of buffers.
-
-        A buffer has a row per pair of input rows; others hold partial sums of these rows (cuda/DistanceKernel.cu)."""
+        """Return the memory requests of `_cdist_backward`: the result (`made`), then bytes of buffers."""
+        # A row per pair of input rows, then partial sums of these rows (cuda/DistanceKernel.cu).
         pairs = *first.shape[:-2], second.shape[-2], *first.shape[-2:]
         like = torch.empty(pairs, dtype=first.dtype, device="meta")
         return [*made, like.nbytes, *self._reduction(0, made[0], like, -3)]
@@ -288,18 +255,13 @@ class Kernels:
         return [*contiguous_copy(tensor), tensor.nbytes, *made]
 
     def _safe_softmax(self, made, tensor, dim, *_, **__):
-        """Return the memory requests of `_safe_softmax`, which gives 0 in rows that are masked completely.
-
-        After the result (`made`) come three buffers: a mask of elements, a mask of rows, and the single number 0, which
-        fills the masked rows (native/SoftMax.cpp).
-        """
+        """Return the memory requests of `_safe_softmax`, which gives 0 in rows that are masked completely."""
+        # Buffers: a mask of elements, a mask of rows, and the 0 that fills masked rows (native/SoftMax.cpp).
         return [*made, tensor.numel(), tensor.numel() // tensor.shape[dim], made[0].element_size()]
 
     def _cell(self, made, *_, **__):
-        """Return the memory requests of an LSTM's or a GRU's cell: its results (`made`), in the kernel's order.
-
-        The kernel first makes the result that it keeps for the backward pass, the last in `made` (cuda/RNN.cu)."""
-        return [made[-1], *made[:-1]]
+        """Return the memory requests of an LSTM's or a GRU's cell: its results (`made`), the last one first."""
+        return [made[-1], *made[:-1]]  # first the result that is kept for the backward pass (cuda/RNN.cu)
 
     def _fold(self, made, tensor, *_, **__):
         return [*made, *contiguous_copy(tensor)]
@@ -307,51 +269,37 @@ class Kernels:
     # ---- others
 
     def _where(self, made, condition, *values, **__):
-        """Return the memory requests of `where`, in order: bytes of buffers, then the result (`made`).
-
-        Each number on the host is copied to a buffer first (native/TensorCompare.cpp: where_self_out).
-        """
+        """Return the memory requests of `where`: bytes of a buffer per number on the host, then the result (`made`)."""
         on_host = [not torch.is_tensor(each) or not (each.dim() or self._is_on_device(each)) for each in values]
-        return [*[made[0].element_size()] * sum(on_host), *made]
+        return [*[made[0].element_size()] * sum(on_host), *made]  # native/TensorCompare.cpp: where_self_out
 
     def _power(self, made, base, *_, **__):
         """Return the memory requests of `pow`: the result (`made`), a buffer if `base` is a number (native/Pow.cpp)."""
         return made if torch.is_tensor(base) else [*made, WORD]
 
     def _copy(self, made, target, source, *_, **__):
-        """Return the memory requests of `copy_`, in order: the result (`made`), then the bytes of at most one buffer.
-
-        To copy between host and device, a strided tensor on the device needs this buffer: a contiguous copy on the
-        device (cuda/Copy.cu: copy_requires_temporaries).
-        """
+        """Return the memory requests of `copy_`: the result (`made`), then the bytes of at most one buffer."""
         if self._is_on_host(target) is self._is_on_host(source):
             return made
         if target.stride() == source.stride() and is_non_overlapping_and_dense_or_false(target):
             return made
+        # The tensor on the device, if strided, needs a contiguous copy there (cuda/Copy.cu: copy_requires_temporaries).
         return [*made, *contiguous_copy(source.expand_as(target) if self._is_on_host(target) else target)]
 
     def _scatter_reduce(self, made, tensor, dim, index, source, reduce, *_, **__):
-        """Return the memory requests of `scatter_reduce`, in order: the result (`made`), then bytes of buffers.
-
-        Only a mean has buffers. They hold ones, the counts of the values that were added, and a mask
-        (native/TensorAdvancedIndexing.cpp).
-        """
+        """Return the memory requests of `scatter_reduce`: the result (`made`), then bytes of a mean's buffers."""
+        # Ones, the counts of the values that were added, and a mask (native/TensorAdvancedIndexing.cpp).
         return [*made, *([source.nbytes, tensor.nbytes, tensor.numel()] if reduce == "mean" else [])]
 
     def _masked_scatter(self, made, tensor, *_, **__):
-        """Return the memory requests of `masked_scatter`, in order: the result (`made`), then bytes of buffers.
-
-        The buffers hold a running count of selected elements (cuda/IndexKernel.cu: masked_scatter_kernel).
-        """
+        """Return the memory requests of `masked_scatter`: the result (`made`), then bytes of buffers."""
+        # A running count of selected elements (cuda/IndexKernel.cu: masked_scatter_kernel).
         return [*made, WORD * tensor.numel(), scan_bytes(tensor.numel())]
 
     def _softmax_backward(self, made, gradient, output, *_, **__):
-        """Return the memory requests of `_softmax_backward_data`, in order: the result (`made`), then bytes of buffers.
-
-        The first buffers hold contiguous copies of gradient and output, if these are not contiguous. The last buffer
-        holds the product of gradient and output (cuda/SoftMax.cu: softmax_backward_cuda_out).
-        """
+        """Return the memory requests of `_softmax_backward_data`: the result (`made`), then bytes of buffers."""
         copies = [*contiguous_copy(gradient), *contiguous_copy(output)]
+        # The last buffer holds gradient times output (cuda/SoftMax.cu: softmax_backward_cuda_out).
         return [*made, *copies, gradient.numel() * gradient.element_size()]
 
     def _isinf(self, made, tensor, *_, **__):
@@ -359,99 +307,72 @@ class Kernels:
         return [tensor.numel() * tensor.element_size(), *made, Free(0)]
 
     def _norm_backward(self, made, gradient, tensor, shape, *rest, **__):
-        """Return the memory requests of the backward of a layer norm or an RMS norm, in order.
-
-        First comes a copy of the input, then the results (`made`), then a copy of `gradient`; a contiguous tensor needs
-        no copy. If the rows are many and narrow, the gradients of weight and bias are computed in two steps. In step 1,
-        buffers get partial sums, each over 32 rows or more. In step 2, each gradient is allocated a second time, as the
-        sum of its partial sums, and its first allocation is freed (cuda/layer_norm_kernel.cu:
-        LaunchGammaBetaBackwardCUDAKernel).
-        """
+        """Return the memory requests of a layer or RMS norm's backward: results (`made`), buffers and `Free`s."""
         before, after, is_wanted = contiguous_copy(tensor), contiguous_copy(gradient), rest[-1]
         width = math.prod(shape)
         rows, columns = tensor.numel() // width, -(-width // 32)
         if rows <= 2**16 or width // 32 >= self._gpu.processors.count // 2:
             return [*before, *made, *after]
+        # Many narrow rows: two steps (cuda/layer_norm_kernel.cu: LaunchGammaBetaBackwardCUDAKernel).
         of_input, of_weights = made[: is_wanted[0]], made[is_wanted[0] :]
         parts = min(-(-rows // 32), 2**15 // columns)
         shared = reduction_scratch.scratch_bytes((parts, width), (width, 1), [0], self._gpu.processors)
         steps = [*before, *of_input, *(each.nbytes for each in of_weights), *after]
-        steps += [parts * each.nbytes for each in of_weights]
+        steps += [parts * each.nbytes for each in of_weights]  # step 1: partial sums, each over 32 rows or more
+        # Step 2: each gradient is allocated again, as the sum of its partial sums; its first allocation is freed.
         for number, each in enumerate(of_weights):
             held = len(before) + len(after) + 2 * len(of_weights) - number
             steps += [each, *shared, *[Free(held)] * len(shared), Free(len(before))]
         return steps
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
-        """Return the memory requests of `native_group_norm`, in order: the results (`made`), then bytes of buffers.
-
-        If the operator returns mean and deviation in 16 bits, two buffers hold them in fp32. If there are weights, two
-        more hold a factor and a shift for each of `size` samples and `channels` (cuda/group_norm_kernel.cu).
-        """
-        wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []
+        """Return the memory requests of `native_group_norm`: the results (`made`), then bytes of buffers."""
+        wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []  # mean and deviation in fp32
+        # With weights: a factor and a shift per sample and channel (cuda/group_norm_kernel.cu).
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
-        """Return the memory requests of `native_group_norm_backward`: the results (`made`), then bytes of buffers.
-
-        The buffers hold sums per sample and channel, and per sample and group (cuda/group_norm_kernel.cu).
-        """
+        """Return the memory requests of `native_group_norm_backward`: the results (`made`), then bytes of buffers."""
+        # Sums per sample and channel, and per sample and group (cuda/group_norm_kernel.cu).
         each, group = 4 * size * channels, 4 * size * groups
         return [*made, each, each, group, group, each]
 
     def _roll(self, made, tensor, shifts, dims=(), *_, **__):
-        """Return the memory requests of `roll`, in order: bytes and `Free`s of buffers, then the result (`made`).
-
-        Dimensions are rolled one by one, each but the last into a new buffer (TensorTransformations.h: roll_common).
-        """
+        """Return the memory requests of `roll`: bytes and `Free`s of buffers, then the result (`made`)."""
         steps: list[Step] = contiguous_copy(tensor)
-        for _ in dims[1:]:
+        for _ in dims[1:]:  # each dimension but the last: a new buffer (TensorTransformations.h: roll_common)
             steps += [tensor.nbytes, Free(0)] if steps else [tensor.nbytes]
         return [*steps, *made]
 
     def _norms(self, made, tensors, *_, **__):
-        """Return the memory requests of `_foreach_norm`, in order: bytes of buffers, then the results (`made`).
-
-        A buffer holds a partial norm for each chunk of 65,536 elements of a tensor (cuda/ForeachReduceOp.cu). Before
-        torch 2.15, each tensor gets as many partial norms as the largest tensor needs. From 2.15 on, each tensor gets
-        only its own, and another buffer holds the offset of each tensor that is not empty.
-        """
-        chunks = [-(-tensor.numel() // 65536) for tensor in tensors]
-        if self._gpu.rules.compacts_norms:
+        """Return the memory requests of `_foreach_norm`: bytes of buffers, then the results (`made`)."""
+        chunks = [-(-tensor.numel() // 65536) for tensor in tensors]  # partial norms (cuda/ForeachReduceOp.cu)
+        if self._gpu.rules.compacts_norms:  # since torch 2.15; first the offset of each nonempty tensor
             return [WORD * (1 + sum(map(bool, chunks))), 4 * sum(chunks), *made]
-        return [4 * len(chunks) * max(chunks), *made]
+        return [4 * len(chunks) * max(chunks), *made]  # each tensor gets as many as the largest one
 
     def _dropout(self, made, *_, **__):
         return made[::-1]
 
 
 def _is_for_cublas(matrix: torch.Tensor) -> bool:
-    """Return whether cuBLAS can read a matrix, or a batch of matrices, without a copy.
-
-    Otherwise torch copies the tensor first, e.g. an expanded gradient (cuda/Blas.cpp: prepare_matrix_for_cublas).
-    """
+    """Return whether cuBLAS can read a matrix, or a batch of matrices, without a copy."""
+    # Otherwise torch copies it, e.g. an expanded gradient (cuda/Blas.cpp: prepare_matrix_for_cublas).
     (high, wide), (down, right) = matrix.shape[-2:], matrix.stride()[-2:]
     fits = (down == 1 and right >= max(1, high)) or (right == 1 and down >= max(1, wide))
     return fits or (is_non_overlapping_and_dense_or_false(matrix) if matrix.dim() == 2 else matrix.is_contiguous())
 
 
 def _product_of_quanto(made, tensor, codes, scales) -> list[Step]:
-    """Return the memory requests of quanto's 8-bit matmul: bytes and `Free`s of buffers, then the result (`made`).
-
-    The codes, which are the weights in 8 bits, are multiplied by their scales in a buffer. Codes in a floating-point
-    type are first cast into another buffer (optimum-quanto 0.2.7, qbytes_mm.py).
-    """
+    """Return the memory requests of quanto's 8-bit matmul: bytes and `Free`s of buffers, then the result (`made`)."""
+    # Codes (8-bit weights) times scales; floating-point codes are first cast (optimum-quanto 0.2.7, qbytes_mm.py).
     whole = codes.numel() * scales.itemsize
     cast = [] if tensor.dtype is scales.dtype else [tensor.numel() * scales.itemsize]
     return [*cast, *([whole, whole, Free(len(cast))] if codes.is_floating_point() else [whole]), *made]
 
 
 def _is_lt(function, args, kwargs) -> bool:
-    """Return whether cuBLASLt, not cuBLAS, runs the matmul.
-
-    cuBLASLt runs matmuls that add a bias with one number per column. In 16-bit types, or if an activation follows, it
-    also runs those that add a whole matrix (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt).
-    """
+    """Return whether cuBLASLt, not cuBLAS, runs the matmul (native/cuda/Blas.cpp: isInputCompliesAddmmCudaLt)."""
     if function.namespace == "bitsandbytes":  # weights of 4 bits are dequantized for `linear`
         bias = kwargs.get("bias", args[6] if len(args) > 6 else None)
         return bias is not None and (args[0].dim() == 2 or args[0].is_contiguous())
@@ -461,8 +382,9 @@ def _is_lt(function, args, kwargs) -> bool:
     shape, beta = (rows.shape[0], columns.shape[1]), kwargs.get("beta", 1)
     if min(columns.shape) < 2:
         return False
-    if bias.numel() == shape[1] == bias.shape[-1:].numel():
+    if bias.numel() == shape[1] == bias.shape[-1:].numel():  # one number per column
         return beta == 1 and bias.is_contiguous()
+    # A whole matrix is added only in 16-bit types, or if an activation follows.
     takes_matrix = bias.dtype in HALF or function.overloadpacket is aten._addmm_activation
     return takes_matrix and bias.shape == shape and bool(beta) and bias.stride(1) == 1 and bias.stride(0) >= shape[1]
 

@@ -64,14 +64,7 @@ def _product_of_4_bits(
 
 @functools.cache
 def _has_kernel(multiprocessors: int, capability: tuple[int, int]) -> Callable[[torch.dtype, int, int, int], bool]:
-    """Return a function (dtype, M, N, K) -> bool: whether bitsandbytes has a kernel for a matmul with 4-bit weights.
-
-    The matmul multiplies activations (M, K) of `dtype` by weights (N, K). False: the weights are dequantized first.
-
-    Args:
-        multiprocessors: number of the GPU's streaming multiprocessors.
-        capability: the GPU's compute capability.
-    """
+    """Return a function (dtype, M, N, K): whether one kernel multiplies activations (M, K) by 4-bit weights (N, K)."""
     source = Path(importlib.util.find_spec("bitsandbytes").origin).parent / "backends" / "cuda" / "ops.py"
     names: dict[str, Any] = {"torch": torch, "functools": functools}
     names["_gpu_dispatch_props"] = lambda _: (multiprocessors, *capability)
