@@ -37,8 +37,9 @@ def kept():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
-        with Rehearsal(CARDS["a100"]) as stage:
-            yield stage
+        stage = Rehearsal(CARDS["a100"])  # the process keeps the variable; later ones must not get it
+    with stage:
+        yield stage
 
 
 @pytest.fixture(scope="module")

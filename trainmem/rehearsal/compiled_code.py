@@ -7,6 +7,7 @@ card. A rehearsal runs no kernel, so none is compiled: `_Kernel` takes the place
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,6 +20,7 @@ from trainmem.rehearsal.known_values import EXACT, WHY, Values
 from trainmem.unknown import NeedsValues
 
 TIMES = "times that the compiler measured, all equal"
+_thread = threading.local()  # `is_inside`: whether this thread is in a call of compiled code
 
 
 def compiling(plain: Callable, values: Values) -> Callable:
@@ -29,10 +31,10 @@ def compiling(plain: Callable, values: Values) -> Callable:
     """
 
     @functools.wraps(plain)
-    def compile_(model=None, **options):
+    def compile_(model=None, *args, **kwargs):
         if model is None:
-            return functools.partial(compile_, **options)
-        made = plain(model, **options)
+            return functools.partial(compile_, **kwargs)
+        made = plain(model, *args, **kwargs)
         if not isinstance(made, torch.nn.Module):
             return _without(values, made)
         made.forward = _without(values, made.forward)
@@ -65,11 +67,13 @@ def _off(values: Values) -> Iterator[None]:
     """Take the function mode `values` off this thread's stack of modes in this context."""
     from torch._dynamo.utils import set_torch_function_mode_stack  # imported by the first torch.compile
 
-    before = _get_current_function_mode_stack()
+    before, was_inside = _get_current_function_mode_stack(), getattr(_thread, "is_inside", False)
     set_torch_function_mode_stack([mode for mode in before if mode is not values])
+    _thread.is_inside = True
     try:
         yield
     finally:
+        _thread.is_inside = was_inside
         set_torch_function_mode_stack(before)
 
 
@@ -86,8 +90,7 @@ def _install(values: Values) -> None:
 
     def read(tensor: torch.Tensor) -> bool | int | float:
         """Replace `aten._local_scalar_dense`, by which code without the function mode `values` reads a tensor."""
-        is_on = values in _get_current_function_mode_stack()
-        if is_on or values.is_known(tensor) is True:
+        if not getattr(_thread, "is_inside", False) or values.is_known(tensor) is True:
             return memory_of(tensor).item()
         if not values.assumes:
             raise NeedsValues(WHY)

@@ -132,11 +132,11 @@ class Recorder:
         self.has_gradients = False
         self.turn(BETWEEN)
 
-    def compile_(self, plain: Callable, model: Any = None, **options) -> Any:
+    def compile_(self, plain: Callable, model: Any = None, *args, **kwargs) -> Any:
         """Compile a function with `plain`, which is torch.compile; each call of the result is a forward pass."""
-        made = plain(model, **options)
         if model is None:
-            return lambda model: self.compile_(plain, model, **options)
+            return lambda model: self.compile_(plain, model, **kwargs)
+        made = plain(model, *args, **kwargs)
         if isinstance(made, torch.nn.Module):
             return made  # hooks on modules see its calls
 
