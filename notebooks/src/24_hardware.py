@@ -399,7 +399,7 @@ note = "" if brings else "torch's search in the CPU's build, whose files are the
 claims.check("wheels-build-nothing", count, note=note, missing=None if isinstance(ready, dict) else ready)
 
 # %% tags=["claim"]
-uncompiled = None if default else "torch.compile makes no graphs here"  # in a rehearsal it does nothing
+uncompiled = None if default else "torch.compile makes no graphs here"
 shares = [made / len(lengths) if made else None for made in (fixed["each length"], default)]
 display(claims.check("shapes-recompile", shares[0], note="torch.compile(dynamic=False)", missing=uncompiled))
 note = f"{default} of {len(lengths)}"

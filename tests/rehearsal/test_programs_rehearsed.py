@@ -424,6 +424,24 @@ def test_a_value_that_compiled_code_reads_is_known_assumed_or_missing(program):
     assert "never" not in printed.out
 
 
+COUNTED = """
+import torch
+@torch.compile
+def counted(count):
+    return count.add_(1)
+count = torch.zeros(4, dtype=torch.int64, device="cuda")
+print("before", count.sum().item())
+counted(count)
+print("after", count.sum().item())
+"""
+
+
+@pytest.mark.nightly
+def test_a_count_that_compiled_code_changed_is_unknown(program):
+    run, printed = program(COUNTED)
+    assert run.status == "needs values" and printed.out.split() == ["before", "0"], printed.err
+
+
 CAPTURED = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Dropout(0.1), torch.nn.Linear(512, 8)).cuda()

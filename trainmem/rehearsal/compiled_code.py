@@ -132,7 +132,7 @@ class _Kernel:
 
     def __init__(self, values: Values, name: str, source: str):
         self.values = values
-        parameters = re.search(rf"def {name}\((.*?)\)", source)
+        parameters = re.search(rf"def (?:{name}|triton_)\((.*?)\)", source)  # by the compiler's setting for names
         names = [each.split(":")[0].strip() for each in parameters[1].split(",")] if parameters else []
         # A user's own kernel gives its parameters other names: all its floating-point tensors may be results.
         self.results = {place for place, each in enumerate(names) if each.startswith(("out_ptr", "in_out_ptr"))}
