@@ -94,6 +94,11 @@ def test_an_error_of_the_compiler_names_the_way_around_it(tmp_path):
     assert "TORCH_COMPILE_DISABLE=1" in repr(run)
 
 
+def test_a_program_that_wants_more_cards_is_given_the_option(tmp_path):
+    run = read(tmp_path, 1, {"error": error("failed") | {"message": "CUDA error: invalid device ordinal"}})
+    assert "--processes" in repr(run)
+
+
 def test_assumed_answers_are_named(tmp_path):
     two = {"answers": {"floating-point values read, 1": 4}}, {"answers": {"floating-point values read, 1": 5}}
     text = repr(read(tmp_path, 0, *two, assumes=True))

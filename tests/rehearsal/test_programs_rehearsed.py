@@ -276,6 +276,25 @@ def test_weights_that_are_saved_by_other_ways_are_not_left_and_no_older_file_is_
     assert "3 files or folders of yours" in repr(run)
 
 
+EVERYDAY = """
+import torch
+layer = torch.nn.Sequential(torch.nn.LazyLinear(2048)).cuda()
+x = torch.ones(2, 2048, device="cuda")
+loss = layer(x).mean().item()
+torch.testing.assert_close(layer(x), layer(x))
+torch.save({"loss": loss, "model": layer.state_dict()}, "last.pt")
+print("loaded", torch.load("last.pt")["loss"])
+kept = x[torch.rand(2, device="cuda") > 0.5]
+"""
+
+
+@pytest.mark.nightly
+def test_lazy_modules_close_tensors_saved_losses_and_masks_of_unknown_values(program):
+    run, printed = program(EVERYDAY, assumes=True)
+    assert run.status == "finished" and "loaded assumed" in printed.out, printed.err
+    assert "selects nothing" in repr(run)
+
+
 STARTING_OVER = """
 import os, pathlib, shutil, torch
 if os.path.exists("out"):
@@ -286,6 +305,11 @@ torch.save(model.state_dict(), "out/last/model.pt")
 os.rename("best.pt", "best-before.pt")
 torch.save(model.state_dict(), "best.pt")
 torch.jit.save(torch.jit.script(model), "script.pt")
+example = torch.ones(1, 300, device="cuda")
+traced = torch.jit.trace(model, example, check_trace=False)
+traced.save("traced.pt")
+traced.save("new.pt")
+torch.export.save(torch.export.export(model, (example,)), "exported.pt2")
 with open("metrics.csv", "a") as file:
     file.write("1,0.5\\n")
 for name in os.listdir("."):
@@ -301,7 +325,10 @@ assert torch.load("best.pt")["weight"].shape == (300, 300) and torch.load("best-
 def test_a_program_that_deletes_renames_and_appends_leaves_the_users_files_as_they_were(program, tmp_path):
     (tmp_path / "out" / "run1").mkdir(parents=True)
     (tmp_path / "checkpoint-9").mkdir()
-    for name in ("out/config.json", "out/run1/model.pt", "checkpoint-9/state.json", "metrics.csv", "script.pt"):
+    for name in ("out/config.json", "out/run1/model.pt", "checkpoint-9/state.json", "metrics.csv"):
+        (tmp_path / name).write_text(name)
+        os.utime(tmp_path / name, (0, 0))
+    for name in ("script.pt", "traced.pt", "exported.pt2"):
         (tmp_path / name).write_text(name)
         os.utime(tmp_path / name, (0, 0))
     torch.save({"weight": torch.ones(3)}, tmp_path / "best.pt")

@@ -28,8 +28,10 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has memory of its own: it is not fake, meta, sparse or one of functorch's."""
+    """Return whether a tensor has memory of its own: it is not fake, meta, sparse, lazy or one of functorch's."""
     if isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta or tensor.layout != torch.strided:
+        return False
+    if torch.nn.parameter.is_lazy(tensor):  # of a lazy module that has not run yet
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 

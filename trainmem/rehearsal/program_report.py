@@ -79,6 +79,8 @@ class ProgramRun:
     def _remedy(self) -> str:
         """Return advice on what to do after the program has ended with this `status`; "" if there is none."""
         messages = [each["error"]["message"] for each in self.processes if each["error"]]
+        if self.status == "failed" and any("invalid device ordinal" in message for message in messages):
+            return "the program uses more cards than there are: add --processes and their number before --"
         if self.status == "failed" and any(message.startswith(_OF_THE_COMPILER) for message in messages):
             return "set TORCH_COMPILE_DISABLE=1 to run uncompiled what the program gives to torch.compile"
         if self.status == "failed" and any(sum(each["answers"].values()) for each in self.processes):
@@ -163,6 +165,8 @@ def _assumptions(processes: list[dict], card: Card, assumes: bool, saved: list[s
     if assumes:
         given = "; ".join(f"{kind}: {count:,}" for kind, count in answers.most_common()) or "none was needed"
         found.append(f"values (--assume), answered by rule and not computed: {given}")
+    if assumes and any(kind.startswith(("masks of", "sizes that")) for kind in answers):
+        found.append("a mask without known values selects nothing: the peak is too low if much would be selected")
     if saved:
         how = "file of weights has no values and was" if len(saved) == 1 else "files of weights have no values and were"
         found.append(f"{len(saved)} {how} removed, e.g. {saved[0]}")

@@ -25,6 +25,7 @@ import torch
 
 from trainmem.rehearsal.marked_files import MARK, has_mark
 from trainmem.rehearsal.older_files import OlderFiles, moved
+from trainmem.unknown import Assumed, Unknown
 
 
 class Files:
@@ -126,10 +127,31 @@ def install(files: Files, values) -> None:
     def save_script_known(module, f, **kwargs):
         files.older.set_aside(f)
         save_script(module, f, **kwargs)
-        if any(values.is_unknown_block(each.data_ptr()) for each in (*module.parameters(), *module.buffers())):
+        if not all(map(values.is_known, (*module.parameters(), *module.buffers()))):
             files.note(f)
 
-    torch.jit.RecursiveScriptModule.save = save_script_known
+    # A traced module has a method of its own. Exported programs are written by this class, too.
+    torch.jit.RecursiveScriptModule.save = torch.jit.ScriptModule.save = save_script_known
+
+    save_program = torch.export.save
+
+    @functools.wraps(save_program)
+    def save_program_known(program, f, **kwargs):
+        save_program(program, f, **kwargs)
+        weights = [each for each in program.state_dict.values() if isinstance(each, torch.Tensor)]
+        if isinstance(f, str | os.PathLike) and not all(map(values.is_known, weights)):
+            files.note(f)
+
+    torch.export.save = save_program_known
+
+    class Writer(torch._C.PyTorchFileWriter):
+        def __init__(self, target, *args, **kwargs):
+            if isinstance(target, str | os.PathLike):
+                files.older.set_aside(target)
+            super().__init__(target, *args, **kwargs)
+
+    torch._C.PyTorchFileWriter = Writer
+    torch.serialization.add_safe_globals([Assumed, Unknown])  # a checkpoint may hold a loss
     files.older.install()
     for owner, name in ((os, "rename"), (os, "replace"), (os, "link"), (shutil, "copyfile")):
         plain_move = getattr(owner, name)
