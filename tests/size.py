@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 # (part, patterns of its files, lines at most, files at most)
 BUDGETS = (
-    ("trainmem", ["trainmem/**/*.py"], 13_299, 100),
+    ("trainmem", ["trainmem/**/*.py"], 13_303, 100),
     ("  core", ["trainmem/core/*.py"], 2_143, 15),
     ("  measure", ["trainmem/measure/*.py"], 2_190, 15),
     ("  estimate", ["trainmem/estimate/*.py"], 4_944, 37),
-    ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_768, 16),
+    ("  rehearsal", ["trainmem/rehearsal/**/*.py"], 1_772, 16),
     ("  advise", ["trainmem/advise/*.py"], 1_103, 8),
     ("  what all share", ["trainmem/*.py"], 1_151, 9),
     ("perf_helpers", ["perf_helpers/**/*.py"], 4_044, 38),

@@ -129,13 +129,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """Convert the JSON value of a field to the type `kind`.
-
-    A list becomes a tuple. A dict becomes a record if `kind` is a record class.
-
-    Raises:
-        ValueError: NaN in a field that is not a float.
-    """
+    """Return the JSON value of a field in the type `kind`; raise ValueError for NaN in a field that is not a float."""
     if isinstance(value, list | tuple):
         return tuple(_read(kind, item) if isinstance(item, dict) else item for item in value)
     if isinstance(value, float) and math.isnan(value) and kind is not Any and float not in (kind, *get_args(kind)):

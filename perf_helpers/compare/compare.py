@@ -181,10 +181,7 @@ def is_beyond_noise(old: float, old_interval: Sequence, new: float, new_interval
 
 
 def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
-    """Yield a change for each lesson whose status differs between the two course runs.
-
-    `lessons`: (old entry, new entry) per lesson, from the "lessons" of the course runs' results.json.
-    """
+    """Yield a change for each lesson whose status differs; `lessons`: pairs of (old, new) entries in results.json."""
     for previous, lesson in lessons:
         name, now, was = lesson["name"], lesson["status"], previous["status"]
         if was != now:
@@ -195,7 +192,7 @@ def _lessons(lessons: list[tuple[dict, dict]]) -> Iterator[Change]:
 def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
     """Yield a change for each claim that appeared, disappeared, or has another verdict, quantity or value.
 
-    `old`, `new`: the claims, as in results.json; if `judged` is False, no changed value is called better or worse.
+    `judged`: whether a changed value counts as better or worse.
     """
     number = sum(bool(claim.get("interval")) for claim in new)
     before, after = ({claim["id"]: claim for claim in claims} for claims in (old, new))
@@ -218,27 +215,18 @@ def _claims(old: list[dict], new: list[dict], judged: bool) -> Iterator[Change]:
 
 
 def _verdict_is_worse(old: dict, new: dict) -> bool | None:
-    """Return True if a claim's new verdict is worse than its old verdict, False if it is better, None if neither.
-
-    If one verdict is "not testable here", the answer is None if the new result was expected, otherwise True. `_RANK`
-    orders all other verdicts, from "refuted" to "holds". For a claim about time, the answer is None if both results
-    were expected, because noise may be the cause. `old`, `new`: the claim's entry in the results.json of each run,
-    whose field "as_expected" says whether the result was expected.
-    """
+    """Return whether a claim's verdict became worse; False: better, None: neither. `old`, `new`: as in results.json."""
     if Verdict.NOT_TESTABLE in (old["verdict"], new["verdict"]):
         return (not new["as_expected"]) or None
     is_lower = _RANK[Verdict(new["verdict"])] < _RANK[Verdict(old["verdict"])]
     claim = load().get(new["id"])
     if claim and claim.decided_by == "time" and new["as_expected"] and old["as_expected"]:
-        return None
+        return None  # noise may be the cause
     return is_lower
 
 
 def _value_is_worse(old: dict, new: dict) -> bool | None:
-    """Return whether a claim's value changed for the worse: a throughput fell, or a peak grew.
-
-    Return None for any other quantity. `old`, `new`: the claim's entry in the results.json of each run.
-    """
+    """Return whether a claim's throughput fell or its peak grew; None for other quantities and unmeasured values."""
     up = _MORE_IS_BETTER.get((new.get("quantity") or "").partition(" ")[0])
     if up is None or not (is_measured(old["value"]) and is_measured(new["value"])):
         return None
@@ -248,8 +236,7 @@ def _value_is_worse(old: dict, new: dict) -> bool | None:
 def _moved(before: dict, after: dict, number: int) -> bool:
     """Return whether a claim's value differs between two course runs by more than rounding and noise.
 
-    `before`, `after`: the claim's entry in each results.json; `number`: how many claims with an interval are compared;
-    the more there are, the larger a difference must be.
+    `before`, `after`: the claim's entry in each results.json; `number`: see `is_beyond_noise`.
     """
     a, b = before["value"], after["value"]
     if a is None or b is None:
@@ -261,9 +248,9 @@ def _moved(before: dict, after: dict, number: int) -> bool:
 
 
 def _pairs(old: list[dict], new: list[dict], lessons: list[str]) -> Iterator[tuple[str, Run, Run]]:
-    """Yield ("lesson/name", old run, new run) for each measured run of these lessons that both course runs have.
+    """Yield (key as in `keyed`, old run, new run) for each run of `lessons` that both course runs have.
 
-    `old`, `new`: "runs" in the results.json of the old and of the new course run; `lessons`: names of the lessons.
+    `old`, `new`: "runs" in the results.json of each course run.
     """
     before = dict(keyed(old))
     for id, row in keyed(new):
@@ -301,20 +288,14 @@ def _memory(pairs: list[tuple[str, Run, Run]]) -> Iterator[Change]:
 
 
 def _is_larger(old: Memory, new: Memory) -> bool | None:
-    """Return whether a run's memory grew; None if only its categories changed.
-
-    The first figure that changed decides: the peak, the reserved memory, then the memory after each phase.
-    """
+    """Return whether a run's first changed total (peak, reserved, phases) grew; None if no total changed."""
     sizes = [(old.peak_bytes, new.peak_bytes), (old.reserved_bytes, new.reserved_bytes)]
     sizes += [((old.phases or {}).get(phase), size) for phase, size in (new.phases or {}).items()]
     return next((b > a for a, b in sizes if a is not None and b is not None and a != b), None)
 
 
 def _bytes_that_moved(old: Memory, new: Memory) -> str:
-    """Describe the differences between the old and the new memory of a run; empty if there is none.
-
-    The text covers the peak by category, the operation at the peak, reserved memory, and memory after each phase.
-    """
+    """Return as text how peak, operation at the peak, reserved memory and phases of a run changed; "": no change."""
     parts = [_total("peak", old.peak_bytes, new.peak_bytes, old.breakdown, new.breakdown)]
     operation, previous = (_operation_at_the_peak(memory) for memory in (new, old))
     if operation and (operation != previous or old.peak_bytes != new.peak_bytes):
@@ -329,8 +310,7 @@ def _bytes_that_moved(old: Memory, new: Memory) -> str:
 def _total(name: str, old: int | None, new: int | None, before: dict | None = None, after: dict | None = None) -> str:
     """Return as text how a total and its categories changed, the largest change first; "" if nothing changed.
 
-    `old`, `new`: bytes of the total `name`, e.g. "peak", in the old and the new run. `before`, `after`: the same bytes
-    by category, as {category: bytes}. Each of the four is None if it is unknown.
+    `old`, `new`: bytes of the total; `before`, `after`: {category: bytes}. None: unknown.
     """
     moved = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}} if before and after else {}
     largest = sorted((key for key in moved if moved[key]), key=lambda key: -abs(moved[key]))
@@ -382,10 +362,9 @@ def compare_steps(old: dict[str, Any] | None, new: dict[str, Any] | None) -> tup
 
 
 def _noise_of_steps(night: Iterable[Sequence[float]]) -> float:
-    """Return the noise of the step times of one course run.
+    """Return the noise of one course run's step times: the mean of log(second shortest time / shortest time).
 
-    The noise is the mean, over the recipes, of log(second shortest time) - log(shortest time). `night`: the times of
-    this course run; for each recipe, the seconds of each process's fastest step.
+    `night`: for each training, the seconds of each process's fastest step.
     """
     pairs = (sorted(seconds)[:2] for seconds in night)
     return statistics.fmean(math.log(pair[-1] / pair[0]) for pair in pairs)
@@ -398,9 +377,9 @@ def _change(kind, axis, id, lesson, old, new, worse, reason: str = "", text: str
 
 
 def _notes(old: dict, new: dict, pairs: list[tuple[str, Run, Run]], rewritten: list[str]) -> list[str]:
-    """Return lines of text that say what was compared and what was not compared.
+    """Return lines that say what was compared and what was not; `rewritten`: lessons whose code changed.
 
-    `old`, `new`: {lesson: its entry in results.json}; `pairs`: see `_pairs`; `rewritten`: lessons whose code changed.
+    `old`, `new`: {lesson: its entry in results.json}.
     """
     lines = [f"{len(old.keys() & new.keys())} lessons ran in both, with {len(pairs)} runs of the same name"]
     for lessons, others, when in ((old, new, "old"), (new, old, "new")):

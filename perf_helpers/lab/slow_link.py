@@ -117,10 +117,7 @@ def _lacking() -> str | None:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    """Yield the id of a new process in a network namespace of its own; raise Unavailable if it does not start.
-
-    The process ends when the context or this process ends.
-    """
+    """Yield the id of a process that keeps a new network namespace alive; raise Unavailable if it does not start."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = ["unshare", "--net", "sh", "-c", "echo ready && exec cat"]
     with subprocess.Popen(command, **pipes, start_new_session=True) as holder:  # its end closes the pipes and waits
@@ -130,10 +127,7 @@ def _namespace() -> Iterator[int]:
 
 
 def _hold_back(middle, delay):
-    """Forward each frame between the two hosts after `delay` seconds, until the hosts' network devices are gone.
-
-    Frames cross a third network namespace, to which both devices are connected; `middle`: id of a process in it.
-    """
+    """Forward each frame between the hosts after `delay` seconds; `middle`: id of a process in the third namespace."""
     with open(f"/proc/{middle}/ns/net") as namespace:
         _enter(namespace.fileno())  # moves only this thread
     ends, waiting = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW) for _ in range(2)], []
@@ -141,7 +135,7 @@ def _hold_back(middle, delay):
         for option in (15, 23):  # PACKET_VNET_HDR passes unfinished checksums on; PACKET_IGNORE_OUTGOING
             end.setsockopt(263, option, 1)  # SOL_PACKET; these numbers are in linux/if_packet.h
         end.bind((f"end{number}", 3))  # ETH_P_ALL
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the hosts' network devices are gone
         while True:
             wait = max(0, waiting[0][0] - time.monotonic()) if waiting else None
             for end in select.select(ends, [], [], wait)[0]:

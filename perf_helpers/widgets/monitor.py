@@ -125,10 +125,7 @@ live = Monitor  # its name in lessons
 
 
 def _text(value: float | None, unit: str) -> str:
-    """Return a value with its unit as text; "not measured" for None or `Unknown`.
-
-    `bytes_text` formats bytes. Other numbers have 2 significant digits below 10, e.g. 9.1, and are whole from 10 on.
-    """
+    """Return a value with its unit as text, e.g. "9.1 W" or "12 W"; "not measured" for None or `Unknown`."""
     return bytes_text(value) if unit == "B" else number_text(value, unit, digits=2)
 
 

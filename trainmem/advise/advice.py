@@ -313,32 +313,25 @@ def advise(
 
 
 def _of_saved_quantized(task: Task, must: Mapping[str, Any]) -> tuple[dict[str, Any], Weights, tuple[str, ...]]:
-    """Return (training arguments of every recipe, type of the model's weights, notes for the user).
-
-    The training arguments are those that the user requires (`must`). If the task's model was saved quantized and the
-    user requires neither an adapter nor a quantization, LoRA is added: only adapters can be trained on such a model.
-    """
+    """Return (arguments in `must`, with LoRA if needed; type of the model's weights; notes for the user)."""
     fixed = Arguments.of(must)
     weights = task.weights(fixed.get("dtype"), fixed.quantization)
     if not weights.bits or fixed.quantization or "peft" in must:
         return dict(must), weights, ()
+    # The model was saved quantized, and the user requires neither an adapter nor a quantization.
     note = f"{task.model} was saved in {weights.bits} bits, so only adapters can be trained: LoRA, rank 16."
     return dict(must) | LORA.arguments, weights, (note,)
 
 
 def _base(task: Task, weights: Weights, largest: str | None) -> dict[str, Any]:
-    """Return the arguments that every recipe has unless a technique sets them: {"dtype": "float32"} or {}.
+    """Return {"dtype": "float32"}, the default of every recipe; {} for a model that is quantized or loads in float32.
 
-    Techniques are described and ranked by how they change a model in float32. A model that loads in another type is
-    therefore trained in float32. {} is returned if the model is quantized, or if it loads in float32 anyway.
-
-    Args:
-        weights: the type in which the task's model loads, and its quantization.
-        largest: what `advise` maximizes. With "model", all presets of the task's model type are candidates. The
-            model then counts as loading in float32 only if all these presets load in float32, too.
+    `weights`: the type in which the task's model loads; `largest`: as in `advise`.
     """
+    # Float32 is the default because techniques are described and ranked by how they change a model in float32.
     kind = task.build_config().model_type
     of_presets = {preset.get("dtype") for preset in PRESETS.values() if preset["model_type"] == kind}
+    # With largest="model", all presets of the model type are candidates, so all must load in float32.
     loads_in_float32 = weights.dtype == "float32" and not (largest == "model" and of_presets != {None})
     return {} if loads_in_float32 or weights.bits else {"dtype": "float32"}
 
@@ -384,18 +377,15 @@ def _has_device(machine: hardware.Machine, advice: Advice) -> bool:
 
 
 def _with_enough_data(task: Task, effective_batch: int) -> Task:
-    """Return a copy of the task with data for at least two updates of `effective_batch` samples.
-
-    With less data, the last micro-batches of an epoch could have fewer samples than the recipe's micro-batch.
-    """
+    """Return a copy of the task with data for at least two updates of `effective_batch` samples."""
+    # With less data, the last micro-batches of an epoch could have fewer samples than the recipe's micro-batch.
     return task.replace(dataset_size=max(task.dataset_size, 2 * effective_batch))
 
 
 def _recipe(candidate: Candidate, search: RecipeSearch, best: float | None) -> Recipe:
-    """Return the `Recipe` that describes a candidate found by `search`.
+    """Return the `Recipe` for a candidate found by `search`; its `speed` is relative to `best`.
 
-    `best`: the highest known speed (`Ranking.speed`) among the recipes that fit; None: no speed is known. The
-    recipe's `speed` is the candidate's speed divided by `best`.
+    `best`: the highest known speed among the recipes that fit; None: no speed is known.
     """
     choices, ranking, size = search.choices, search.ranking, candidate.micro_batch
     needed, passes = search.needed(candidate), choices.samples // size
@@ -430,9 +420,7 @@ def _recipe(candidate: Candidate, search: RecipeSearch, best: float | None) -> R
 def _notes(search: RecipeSearch, best: Candidate, evidence: Evidence, capability: tuple[int, int] | None) -> list[str]:
     """Return notes about the attention kernel, compiled code and padding for the best recipe that fits.
 
-    Args:
-        evidence: gives torch.compile's measured factors of speed and peak memory, for the note on compiled code.
-        capability: compute capability of the GPU; None: a CPU, where sizes need no padding.
+    `evidence`: measured effects of torch.compile; `capability`: of the GPU; None: a CPU, which needs no padding.
     """
     lines = [_attention(search.estimates[best].attention), _compiling(evidence)]
     return [*lines, *(_padding(search, best, 64 if capability >= (8, 0) else 8) if capability else ())]
@@ -455,8 +443,7 @@ def _compiling(evidence: Evidence) -> str:
 def _padding(search: RecipeSearch, best: Candidate, multiple: int) -> list[str]:
     """Return notes on a vocabulary that is no multiple of `multiple`, and a sequence length that is no multiple of 8.
 
-    A GPU's matrix units need such multiples. The first note also says by how much padding changes the peak of the
-    recipe `best`.
+    A GPU's matrix units need such multiples.
     """
     task, lines = search.task, []
     if task.family() in _FROM_VOCABULARY and (padded := task.with_padded_vocabulary(multiple)) != task:

@@ -226,7 +226,8 @@ class _Cluster:
     def _sent(self, name: str, ranks: int, whole: MemoryEstimate, arguments: Arguments) -> tuple[float, float]:
         """Return (bytes that a rank sends per update, how many of these bytes go between hosts).
 
-        `ranks`: number of ranks that share the model; `whole`: the estimate with the whole model on each card.
+        `name`: the layout's, e.g. "ZeRO 3"; `ranks`: number of ranks that share the model; `whole`: the estimate with
+        the whole model on each card; `arguments`: of the training.
         """
         memory, passes = whole.memory, arguments.training.get("gradient_accumulation_steps", 1)
         trained = summed = memory.breakdown[Category.WEIGHTS]  # a gradient has its weight's type

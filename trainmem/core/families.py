@@ -339,7 +339,10 @@ class Data:
         return sides(self.config, self.family, self.task.image_size)
 
     def _images(self, draw, size: tuple[int, int], *tiles: int) -> dict[str, Any]:
-        """Return {"pixel_values": (examples, tiles if any, channels, *size)}; `size`: height and width in pixels."""
+        """Return {"pixel_values": random values of shape (examples, tiles if any, channels, *size)}.
+
+        `draw`: a random generator of numpy; `size`: height and width in pixels.
+        """
         import numpy as np
 
         channels = getattr(getattr(self.config, "vision_config", None) or self.config, "num_channels", 3)

@@ -102,13 +102,9 @@ _UNSUPPORTED = {
 
 
 def _words(text: str) -> dict[str, str]:
-    """Return {name: value} for a text of `name:value` pairs; commas inside brackets do not separate pairs.
-
-    Raises:
-        ValueError: a pair lacks its name or its value.
-    """
+    """Return {name: value} for a text of `name:value` pairs; raise ValueError for a pair without colon or value."""
     words = {}
-    for word in filter(None, re.split(r",(?![^[]*\])", text)):
+    for word in filter(None, re.split(r",(?![^[]*\])", text)):  # commas inside brackets do not separate pairs
         name, colon, value = word.partition(":")
         if not colon or not value:
             example = "give name:value pairs, separated by commas, e.g. max_split_size_mb:128"
@@ -118,27 +114,23 @@ def _words(text: str) -> dict[str, str]:
 
 
 def _divisions(value: str) -> tuple[int, ...]:
-    """Parse `roundup_power2_divisions`: return the number of steps into which each of 16 ranges of sizes is divided.
-
-    The ranges are: below 2 MiB, from 2 to 4 MiB, and so on; 0 and 1 mean that a range is not divided. "4" sets all
-    ranges. "[256:1,512:2,>:4]" sets the ranges that begin at 256 and 512 MiB; as in torch, the first entry also sets
-    all smaller ranges, ">" sets all larger ranges, and a range between two entries stays 0.
+    """Return `Settings.roundup_power2_divisions` for "4" (all sizes) or "[256:1,512:2,>:4]" (from 256, 512 MiB).
 
     Raises:
-        ValueError: a number that torch refuses because it is not a power of 2.
+        ValueError: no number, or (as in torch) a number that is not a power of 2.
     """
     if not value.startswith("["):
         return (_power_of_2(value),) * 16
-    divisions, last = [0] * 16, None
+    divisions, last = [0] * 16, None  # as in torch, a range between two entries stays 0
     for entry in value.strip("[]").split(","):
         where, _, steps = entry.partition(":")
         steps = 0 if steps == "0" else _power_of_2(steps)
-        if where == ">":
+        if where == ">":  # all larger ranges
             begin = 1 if last is None else last + 1
             divisions[begin:] = [steps] * (16 - begin)
             continue
         here = min(_power_of_2(where).bit_length() - 1, 15)
-        if last is None:
+        if last is None:  # as in torch, the first entry also sets all smaller ranges
             divisions[:here] = [steps] * here
         divisions[here] = steps
         last = here
@@ -152,21 +144,17 @@ def _power_of_2(text: str) -> int:
     return number
 
 
-_SHARE_OF_CARD = -1.0  # the value is a share of the card's memory
+_SHARE_OF_CARD = -1.0  # the value is a multiple of the card's memory, e.g. "1.5"
 
 
 def _reserve(value: str) -> float | None:
-    """Parse a value of `expandable_segments_reserve`: return the GiB of addresses to reserve, e.g. 40 for "40G".
-
-    A number without "G" is a multiple of the card's memory, e.g. "1.5". For each such number return `_SHARE_OF_CARD`
-    (-1). Return None for a value that is no finite number above 0, because torch ignores such a value.
-    """
+    """Return the GiB of addresses to reserve, e.g. 40 for "40G"; `_SHARE_OF_CARD` without "G", None if ignored."""
     is_gib = value[-1:] in ("G", "g")
     try:
         size = float(value[:-1] if is_gib else value)
     except ValueError:
         return None
-    if not 0 < size < float("inf"):
+    if not 0 < size < float("inf"):  # torch ignores such a value, and one that is no number
         return None
     return size if is_gib else _SHARE_OF_CARD
 

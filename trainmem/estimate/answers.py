@@ -66,7 +66,7 @@ class Answers:
 def stored() -> Iterator[Answers]:
     """Use and extend the stored estimates in this context, unless the environment variable PERF_HELPERS_ANSWERS is "0".
 
-    Yield the `Answers`, whose `used` counts the stored estimates that were used. It stays 0 if the variable is "0".
+    Yield the `Answers`, whose count `used` of stored estimates stays 0 if the variable is "0".
     """
     answers = Answers(hardware.cache_folder() / "answers")
     token = _active.set(None if os.environ.get(SWITCH) == "0" else answers)
@@ -95,16 +95,11 @@ def remembered(function: Callable, arguments: Sequence, ask: Callable[[], Any]) 
 
 
 def _question(arguments: Sequence) -> list[str] | None:
-    """Return texts that identify an estimate's arguments: their repr, and further texts for files and tasks.
-
-    The further texts are the time of change of each file that the arguments name, and `Task.identity` of each task.
-    Return None if the arguments contain the user's own function, the user's own optimizer, or a model on the Hub,
-    because no text identifies these in later processes. The answer is then not stored.
-    """
+    """Return texts that identify an estimate's arguments also in later processes; None if no text can."""
     parts = [repr(arguments)]
     for each in (part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])):
         if isinstance(each, Experiment):
-            if each.function or each.optimizer:
+            if each.function or each.optimizer:  # the user's own
                 return None
             named = [
                 value for value in each.arguments.given.values() if isinstance(value, str) and os.path.isfile(value)
@@ -112,7 +107,7 @@ def _question(arguments: Sequence) -> list[str] | None:
             parts += [f"{name} {os.stat(name).st_mtime_ns}" for name in named]
         task = each.task if isinstance(each, Experiment) else each
         if isinstance(task, Task):
-            if not task.is_described_here():
+            if not task.is_described_here():  # a model on the Hub
                 return None
             parts.append(task.identity())
     return parts

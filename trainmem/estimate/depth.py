@@ -106,23 +106,15 @@ def line(task: Task, *, processes: int = 1, timeout: float = 300, **options) -> 
 def _shallow(
     experiments: list[Experiment], device: Device, probe: "Probe", tell: Tell
 ) -> list[tuple[Places, int, int]]:
-    """Trace a training with 2 and with 4 layers; return one tuple for each: (places, reserved bytes, bytes of states).
+    """Trace a training with 2 and with 4 layers; return (`_places`, reserved bytes, most bytes of `STATES`) of each.
 
-    `places` is {(phase, operation, module): highest live bytes}, see `_places`. The reserved bytes are the allocator's
-    peak on CUDA, and the peak of live bytes on a CPU. States are weights, gradients and optimizer states; their bytes
-    are the highest sum of the three. Call this function through `fresh_process.with_probe`.
-
-    Args:
-        experiments: the training with 2 layers, and with 4 layers.
-        device: the device whose memory is estimated.
-        probe: measures operator workspaces.
-        tell: reports progress to the caller.
+    `experiments`: the training with 2 and with 4 layers; `probe`, `tell`: see `fresh_process.ask`.
     """
     found = []
     traced = peak_memory.trace_all(experiments, device, probe, tell)
     for count, each in zip(_SHALLOW, traced, strict=True):
         states = max(int(live[_STATES].sum()) for live in each.trace.marks.values())
-        totals, reserved = each.totals, int(each.totals.max())
+        totals, reserved = each.totals, int(each.totals.max())  # on a CPU the peak of live bytes
         if device.kind == "cuda":
             laid_out = replayed(each.trace.log, device.settings, None, device.rules)
             totals, reserved = highest(laid_out.allocated, each.trace.begins), laid_out.memory().reserved_bytes
@@ -133,20 +125,15 @@ def _shallow(
 def _places(trace: Trace, totals: "np.ndarray", layers: int) -> Places:
     """Return the highest live bytes at each place of a training: {(phase, operation, module): bytes}.
 
-    In the module's name, the layer's number is replaced by "first", "last" or, for all other layers, "between", so that
-    models of different depths have the same places. Operations outside all modules are counted only in the optimizer
-    step and in evaluations. In the other phases, the moment at which such an operation runs may depend on the number of
-    layers.
-
-    Args:
-        totals: live bytes during each operation, of shape (operations,).
-        layers: number of the traced model's layers.
+    `totals`: live bytes during each operation, of shape (operations,); `layers`: number of the model's layers.
     """
     places: Places = {}
     names = {"0": "first", str(layers - 1): "last"}
     for phase, operation, module, total in zip(trace.phases, trace.operations, trace.modules, totals, strict=True):
+        # In other phases, the moment of an operation outside all modules may depend on the number of layers.
         if not module and phase not in (Phase.STEP, Phase.EVALUATION):
             continue
+        # "first", "last" or "between" for the layer's number: models of different depths then have the same places.
         layer = re.sub(r"\d+", lambda found: names.get(found[0], "between"), module, count=1)
         place = phase.shown, operation.name, layer
         places[place] = max(places.get(place, 0), int(total))

@@ -326,13 +326,16 @@ class Kernels:
         return steps
 
     def _group_norm(self, made, tensor, weight, bias, size, channels, *_, **__):
-        """Return the memory requests of `native_group_norm`: the results (`made`), then bytes of buffers."""
+        """Return the memory requests of `native_group_norm`: the results (`made`), then its buffers in bytes.
+
+        `size`: number of samples; `channels`: number of channels of a sample.
+        """
         wide = [2 * made[1].nbytes] * 2 if made[1].dtype in HALF else []  # mean and deviation in fp32
         # With weights: a factor and a shift per sample and channel (cuda/group_norm_kernel.cu).
         return [*made, *wide, *([4 * size * channels] * 2 if weight is not None else [])]
 
     def _group_norm_backward(self, made, gradient, tensor, mean, deviation, weight, size, channels, _, groups, *__):
-        """Return the memory requests of `native_group_norm_backward`: the results (`made`), then bytes of buffers."""
+        """Return the requests of `native_group_norm_backward`: the results (`made`), then its buffers in bytes."""
         # Sums per sample and channel, and per sample and group (cuda/group_norm_kernel.cu).
         each, group = 4 * size * channels, 4 * size * groups
         return [*made, each, each, group, group, each]

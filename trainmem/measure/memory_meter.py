@@ -133,9 +133,7 @@ class MemoryMeter:
 
 @contextlib.contextmanager
 def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[Parameters]:
-    """Let a watcher observe only the ends of optimizer steps in this context, because the code of a step is compiled.
-
-    Yield the model's parameters, which are found when the first optimizer step ends.
+    """Let a watcher observe only the ends of optimizer steps, and yield the parameters, known after the first step.
 
     `compiling_steps`: number of first steps that are not measured; the measurement starts when the last of them ends.
     """
@@ -154,10 +152,7 @@ def _seen_from_outside(watcher: Watcher, compiling_steps: int) -> Iterator[Param
 
 @dataclass(slots=True)
 class _Account:
-    """Hold an allocator's totals during a training, in bytes.
-
-    They are the peak, the total at each mark (where a phase begins or ends), and the highest total in each operation.
-    """
+    """Hold an allocator's totals during a training, in bytes; a mark is the begin or end of a phase."""
 
     peak_bytes: int
     peak_operation: int  # index of the operation in which it occurred; -1: before the first one
@@ -186,18 +181,14 @@ class _Ran(NamedTuple):
 def _apart(tracker: Watcher, at_marks: list[int], highest: Callable) -> dict[str, tuple[int, int]]:
     """Return {phase outside of the steps: (peak in bytes, index of the operation at the peak)}.
 
-    A phase whose peak is not above the live bytes at its start is left out.
-
     Args:
-        tracker: the watcher of the training; its `marks` say where phases begin and end.
-        at_marks: live bytes at each of these marks.
-        highest: function of the indexes of two marks that returns (the peak between them in bytes, index of the
-            operation at the peak).
+        at_marks: live bytes at each of the tracker's marks, where phases begin and end.
+        highest: function that returns (peak, index of the operation) between two marks, given by their indexes.
     """
     found = {}
     for phase, begin, end in stretches(label for label, *_ in tracker.marks):
         peak = highest(begin, end)
-        if peak[0] > max(at_marks[begin], found.get(phase, (0,))[0]):
+        if peak[0] > max(at_marks[begin], found.get(phase, (0,))[0]):  # above the live bytes at its start
             found[phase.value] = peak
     return found
 
@@ -246,10 +237,7 @@ def running(changes: list[_Change]) -> tuple[list[int], list[int]]:
 
 
 def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
-    """Compute the CPU allocator's totals, see `_Account`, from the allocations and frees that the profiler recorded.
-
-    `tracker`: the watcher of the training; its `marks` say where phases begin and end.
-    """
+    """Return the CPU allocator's totals, computed from the allocations and frees that the profiler recorded."""
     changes, marked = events(profile)
     times, totals = running(changes)
     begins, mark_times = ([ran.begin for ran in marked[name]] for name in ("op", "mark"))
@@ -274,11 +262,7 @@ def _replayed(profile: torch.profiler.profile, tracker: Watcher) -> _Account:
 
 
 def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker") -> _Account:
-    """Return the totals of live tensors, computed from the tracker's log, plus each operation's workspace.
-
-    An operation's workspace is the allocator's highest total while the operation runs minus the total when the
-    operation ends, both from the profiler. gloo's own memory is left out: its threads free buffers at irregular times.
-    """
+    """Return the totals of live tensors, computed from the tracker's log, plus each operation's workspace."""
     changes, marked = events(profile)
     operations = marked["op"]
     times, totals = running([change for change in changes if operations and change.thread == operations[0].thread])
@@ -286,6 +270,7 @@ def _replayed_by_tensors(profile: torch.profiler.profile, tracker: "_CpuTracker"
     at_operations = []
     for ran, before, (length, _, name, _) in zip(operations, tracker.starts, tracker.operations, strict=True):
         first, last = bisect.bisect_left(times, ran.begin), bisect.bisect_right(times, ran.end)
+        # The workspace: the highest total minus the last. For gloo 0: its threads free at irregular times.
         inside = 0 if name.startswith(COLLECTIVES) else max(totals[first : last + 1]) - totals[last]
         at_operations.append(max(live[before : length + 1]) + inside)
     start = next((count for label, _, count in tracker.marks if label == "start"), 0)
@@ -328,11 +313,8 @@ class _CpuTracker(Tracker):
 
 
 def _wait_for_gloo() -> None:
-    """Wait until gloo's threads sleep, at most some 0.1 s, so that the tensors of a finished collective are freed.
-
-    A gloo thread that has finished its work holds the tensors until it runs once more. On a busy machine it may wait
-    long for a core.
-    """
+    """Wait until gloo's threads sleep, at most some 0.1 s, so that the tensors of a finished collective are freed."""
+    # A gloo thread holds the tensors until it runs once more after its work. On a busy machine it may wait for a core.
     for _ in range(100):
         time.sleep(0.001)
         if not any(map(_is_gloo_at_work, Path("/proc/self/task").glob("*/stat"))):  # there are none except on Linux
@@ -348,11 +330,7 @@ def _is_gloo_at_work(thread: Path) -> bool:
 
 
 class _CudaWatcher(Watcher):
-    """Watch a training; record the CUDA allocator's bytes at each mark, and the allocator's peaks.
-
-    A mark is the begin or end of a phase. One peak is recorded for the whole training, and one for each phase outside
-    of the steps, e.g. an evaluation.
-    """
+    """Watch a training; record the CUDA allocator's bytes at each mark, and its peaks in and outside of the steps."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -410,10 +388,7 @@ class _CudaTracker(_CudaWatcher, Tracker):
 
 @contextlib.contextmanager
 def _recorded(file: str):
-    """Record the work of torch's CUDA allocator in this context, and write the record to `file`.
-
-    The file is torch's own memory snapshot. Only rank 0 writes the file.
-    """
+    """Record the work of torch's CUDA allocator in this context; rank 0 writes torch's memory snapshot to `file`."""
     memory = torch.cuda.memory
     memory._set_memory_metadata("rehearsed by perf-helpers: nothing was computed")
     memory._record_memory_history(stacks="python")
@@ -426,11 +401,7 @@ def _recorded(file: str):
 
 
 def _timeline(tracker: Tracker, at_operations: list[int]) -> dict[str, Any] | None:
-    """Return the timeline of the last recorded step: a dict of lists, which have at most 200 entries each.
-
-    The keys are "phase", "operation", "module", and each category, whose entries are bytes. The step's operations are
-    divided into stretches of equal length (see `highest`). Each list has one entry per stretch, for the operation with
-    the highest total in the stretch. Return None if there would be fewer than two entries.
+    """Return the timeline of the last recorded step at the operations that `highest` chooses; see `series`.
 
     `at_operations`: the highest total in bytes during each operation that the tracker saw.
     """
@@ -473,11 +444,7 @@ def series(where: list[tuple[str, str, str]], lives: list[dict[str, int]], total
 
 
 def _context_cost() -> int | None:
-    """Return the bytes of the CUDA context, or None if `hardware.device_used_bytes` cannot find the GPU's bytes in use.
-
-    The context's bytes are what this process's first CUDA tensor adds to the bytes in use, minus what the allocator
-    reserved for this tensor.
-    """
+    """Return the bytes of the CUDA context: what a first CUDA tensor adds, minus what the allocator reserves for it."""
     before = hardware.device_used_bytes(index := torch.cuda.current_device())
     torch.ones((1, 1), device="cuda")
     after = hardware.device_used_bytes(index)

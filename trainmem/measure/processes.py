@@ -182,7 +182,7 @@ def _with_output(process: CleanProcess, outcome: Outcome) -> Outcome:
 
 @contextlib.contextmanager
 def _quiet(need: quiet.Need) -> Iterator[None]:
-    """Reserve the part of the machine `need` in this context; extend the limit of `within` by the waiting time."""
+    """Reserve `need`, a part of the machine, in this context; waiting for it does not use up the time limit."""
     start = time.monotonic()
     with quiet.experiment(need):
         until, seconds = _limit.get()

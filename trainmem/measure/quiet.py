@@ -125,7 +125,10 @@ def computing_threads() -> int:
 
 @contextlib.contextmanager
 def _on_reading(react: Callable[[str], object]) -> Iterator[None]:
-    """Call `react(name)` in this context before a notebook's code reads the clock `time.<name>` outside of `timing`."""
+    """In this context, call `react(name)` each time a notebook's code is about to read the clock `time.<name>`.
+
+    Clocks that are read inside `with timing(...)` do not count.
+    """
 
     def watched(name: str, clock: Callable[[], float]) -> Callable[[], float]:
         def read() -> float:

@@ -187,29 +187,22 @@ def _linked(site: Path) -> set[str]:
 
 
 def _rest(linked: set[str], site: Path, header: Path) -> str:
-    """Return C++ source that defines those functions of the stub CUDA runtime that only return a status.
+    """Return C++ source of the functions that only return a status; native/answers.toml has the statuses.
 
-    They are functions of CUDA's libraries (those in `linked` whose names begin with a prefix in native/answers.toml),
-    functions of NVML, functions of the driver, and functions that native/answers.toml names in full. Functions that the
-    stub's own C++ files define are left out. native/answers.toml also has the status that each function returns.
-
-    Args:
-        linked: names of the CUDA functions that torch and bitsandbytes link, see `_linked`.
-        site: folder of the installed packages; torch's libc10_cuda.so in it contains the names of the NVML functions.
-        header: path of cuda.h, which declares the functions of the driver.
+    `linked`: see `_linked`; `site`: folder of the installed packages; `header`: path of cuda.h.
     """
-    table, answers = _answers(), {}
+    table, answers = _answers(), {}  # {function: status}
     for start, code in table["linked"].items():
         answers |= dict.fromkeys((name for name in linked if name.startswith(start)), code)
     assumed = answers.keys() & {*table["without_workspace"].split()}
     answers |= {name: f"unless_assumed({answers[name]})" for name in assumed}
     looked_up = re.findall(rb"nvml[A-Z]\w+", (site / "torch/lib/libc10_cuda.so").read_bytes())  # by dlsym
     answers |= dict.fromkeys(map(bytes.decode, looked_up), table["nvml"])
-    text = header.read_text(errors="replace")
+    text = header.read_text(errors="replace")  # declares the functions of the driver
     declared = re.findall(r"CUresult\s+CUDAAPI\s+(cu\w+)\s*\(", text)
     declared += [name for pair in re.findall(r"#define\s+(cu[A-Z]\w+)\s+(cu[A-Z]\w+)", text) for name in pair]
     answers |= dict.fromkeys(declared, table["driver"])
-    for name in _written():
+    for name in _written():  # the stub's own C++ files define these
         answers.pop(name, None)
     for code, names in table["named"].items():
         answers |= dict.fromkeys(names.split(), code)
@@ -226,12 +219,9 @@ def _architectures(python: Path) -> str:
 
 
 def _packages() -> list[str]:
-    """Return pip requirements for this environment's packages, pinned to their versions, e.g. "datasets==4.1.0".
-
-    torch is pinned as e.g. "torch===2.9.0": "===" excludes builds with a suffix, e.g. "2.9.0+cpu", so that pip chooses
-    the default wheel, which is the CUDA build.
-    """
+    """Return pip requirements for this environment's packages, pinned to their versions, e.g. "datasets==4.1.0"."""
     found = {each.name: hardware.version_of(each.name) for each in releases.requirements() if each.name != "torch"}
+    # "===" excludes builds such as "2.9.0+cpu", so that pip chooses the default wheel, which is the CUDA build.
     return [f"torch==={_torch_version()}", *(f"{name}=={version}" for name, version in found.items() if version)]
 
 

@@ -6,6 +6,7 @@ card. A rehearsal runs no kernel, so none is compiled: `_Kernel` takes the place
 
 import contextlib
 import functools
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ def compiling(plain: Callable, values: Values) -> Callable:
     def compile_(model=None, *args, **kwargs):
         if model is None:
             return functools.partial(compile_, **kwargs)
+        if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+            return model
         made = plain(model, *args, **kwargs)
         if not isinstance(made, torch.nn.Module):
             return _without(values, made)

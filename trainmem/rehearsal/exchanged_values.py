@@ -98,7 +98,10 @@ def _scatter(mode: Values, tensor: Tensor, scatter_list: list[Tensor] | None = N
 
 @contextlib.contextmanager
 def _broadcast(mode: Values, tensor: Tensor, src=None, group=None, group_src=None, **_) -> Iterator[None]:
-    """Send the source rank's known values to all ranks, e.g. for DeepSpeed's check that all have the same values."""
+    """Send the source rank's known values to all ranks, around a call of `broadcast`, which runs at the `yield`.
+
+    DeepSpeed, for example, checks that all ranks have the same values.
+    """
     group = group or distributed.group.WORLD
     source = group_src if group_src is not None else distributed.get_group_rank(group, src or 0)
     sent = {source: _packed(mode, tensor)} if group.rank() == source else {}

@@ -405,7 +405,8 @@ class Values(TorchFunctionMode):
         Raises:
             NeedsValues: the values of the mask are unknown, and this object does not assume values (`assumes=False`).
         """
-        if not self.is_known(mask) and sys._getframe(1).f_code.co_name == "cross_entropy":
+        caller = sys._getframe().f_back  # None in a thread of autograd
+        if not self.is_known(mask) and caller is not None and caller.f_code.co_name == "cross_entropy":
             self.fill(mask, self._targets)
         if not self.is_known(mask):
             if not self.assumes:

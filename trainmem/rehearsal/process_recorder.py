@@ -110,7 +110,7 @@ class Recorder:
 
     def after_forward(self, *_) -> None:
         if not torch.compiler.is_compiling():
-            self.forwards -= not self.backwards
+            self.forwards = max(0, self.forwards - (not self.backwards))  # a compiled step may run backward inside
 
     def backward(self, plain: Callable, *args, **kwargs) -> Any:
         if compiled_code.is_traced():  # the compiler records a backward pass

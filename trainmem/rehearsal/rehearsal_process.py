@@ -149,14 +149,9 @@ def run(words: list[str], on: Card, *, assumes: bool = False, output: int | None
 
 
 def _ended(process: subprocess.Popen) -> tuple[int, bool]:
-    """Wait until a command ends; return its exit code and whether the user interrupted it (Ctrl-C).
+    """Wait until a command ends; return its exit code, and whether Ctrl-C or SIGTERM interrupted this process."""
 
-    Ctrl-C in a terminal interrupts the command, too. An interrupted command that does not end is killed after
-    `SECONDS_TO_END`, or at once if the user interrupts again. If this process gets SIGTERM, e.g. from `timeout` or a
-    cancelled CI job, it interrupts the command as Ctrl-C would.
-    """
-
-    def interrupt(*_) -> None:
+    def interrupt(*_) -> None:  # on SIGTERM, e.g. from `timeout` or a cancelled CI job
         process.send_signal(signal.SIGINT)
         raise KeyboardInterrupt
 
@@ -164,7 +159,7 @@ def _ended(process: subprocess.Popen) -> tuple[int, bool]:
     before = signal.signal(signal.SIGTERM, interrupt) if is_main else None
     try:
         return process.wait(), False
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # Ctrl-C in a terminal interrupts the command, too
         try:
             return process.wait(SECONDS_TO_END), True
         except (KeyboardInterrupt, subprocess.TimeoutExpired):
@@ -302,8 +297,7 @@ def serve(descriptor: int) -> None:
 def _end_with(descriptor: int) -> None:
     """Wait until a connection's other end closes; then remove the rehearsal's folder, and end this process at once.
 
-    `descriptor`: file descriptor of this process's end of the connection. The rehearsal's folder is the one
-    with the file whose path is in the environment variable REHEARSAL_LEDGER.
+    `descriptor`: file descriptor of this process's end of the connection.
     """
     poll = select.poll()
     poll.register(descriptor, 0)  # with no events requested, poll still reports the hang-up

@@ -185,11 +185,8 @@ def install() -> None:
 
 
 def _note_kernels(mode: Values) -> None:
-    """Let each launch of a Triton kernel note in `mode` that the values of its floating-point tensors are unknown.
-
-    The kernel may write into these tensors, but a rehearsal does not run it. Without the note, a loss that the kernel
-    adds to `torch.zeros(1)` would stay a known 0.
-    """
+    """Let each launch of a Triton kernel note in `mode` that the values of its floating-point tensors are unknown."""
+    # The kernel is not run. Without the note, a loss that it adds to `torch.zeros(1)` would stay a known 0.
     kernels = importlib.import_module("triton.runtime.jit").JITFunction
     launch = kernels.run
 
@@ -205,13 +202,10 @@ def _note_kernels(mode: Values) -> None:
 
 
 def _coalesced(mode: Values, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sparse `tensor` without repeated positions; this function replaces `aten._coalesce` on the device.
-
-    As torch's kernel does, this function allocates the flat positions, two arrays of the same size as the flat
-    positions, and memory for sorting.
+    """Return the sparse `tensor` without repeated positions, as `aten._coalesce` does.
 
     Raises:
-        NeedsValues: the positions are unknown, and `mode` assumes no values (`Values(assumes=False)`).
+        NeedsValues: the positions are unknown, and `mode` assumes no values.
     """
     old, values, count = tensor._indices(), tensor._values(), tensor._nnz()
     is_known = mode.is_known(old)
@@ -220,7 +214,7 @@ def _coalesced(mode: Values, tensor: torch.Tensor) -> torch.Tensor:
     if not is_known:
         mode.answers["positions of a sparse tensor, all differ"] += 1
     with out_of_sight():
-        flat = old.sum(0)
+        flat = old.sum(0)  # as torch's kernel: flat positions, two arrays of their size, and memory for sorting
         working = [torch.empty_like(flat), torch.empty_like(flat), flat.new_empty(2 * count)]
         positions = memory_of(old).unique(dim=1) if is_known else memory_of(old)
         del working[2]
